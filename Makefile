@@ -1,0 +1,62 @@
+# Two commands: `make demo` (fresh machine to a streamed answer) and `make test` (everything CI runs). Both set themselves up.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+LOCKS  := requirements/cpu.lock requirements/dev.lock
+READY  := $(VENV)/.ready-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-12)
+TINY   := .cache/tiny
+MODEL  ?= $(TINY)
+PORT   ?= 30000
+
+.PHONY: help setup demo serve test lint typecheck unit clean
+help:
+	@echo "make demo                 install, start a server on a tiny V4.1-Flash, stream an answer, print its numbers"
+	@echo "make test                 lint, types, all tests (CPU)"
+	@echo "make serve MODEL=DIR PORT=N   serve a checkpoint (default: the tiny one)"
+	@echo "make setup                only install into $(VENV)"
+
+setup: $(READY)
+
+# pip skips what is already there, so an interrupted run continues where it stopped; the stamp is written last.
+$(READY): $(LOCKS) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "$(PYTHON) is not Python 3.11, for which requirements/ is locked; pass PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps $(addprefix -r ,$(LOCKS))
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.ready-*
+	@touch $@
+
+$(TINY)/config.json: $(READY) model/tiny.py
+	$(BIN)/deepinfer tiny $(TINY)
+
+demo: $(READY) $(TINY)/config.json
+	$(BIN)/python examples/demo.py --model-path $(TINY)
+
+serve: $(READY) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json)
+	$(BIN)/python -m sglang.launch_server --model-impl deepinfer --model-path $(MODEL) --port $(PORT)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not follow an editable install's path map: give it the package as it is imported.
+typecheck: $(READY)
+	@mkdir -p .cache/typecheck/deepinfer_plugin
+	@ln -sfn $(CURDIR)/model .cache/typecheck/deepinfer_plugin/model
+	@ln -sfn $(CURDIR)/kernels .cache/typecheck/deepinfer_plugin/kernels
+	@ln -sfn $(CURDIR)/deepinfer_plugin/__init__.py .cache/typecheck/deepinfer_plugin/__init__.py
+	MYPYPATH=.cache/typecheck $(BIN)/mypy -p deepinfer_plugin.model -p deepinfer_plugin.kernels
+
+.cache/tile_kernels/.ready: $(READY) tests/fetch_tile_kernels.py
+	$(BIN)/python tests/fetch_tile_kernels.py .cache/tile_kernels
+	@touch $@
+
+test: lint typecheck .cache/tile_kernels/.ready
+	$(BIN)/python -m pytest -m "not gpu"
+
+unit: $(READY)
+	$(BIN)/python -m pytest -m "not gpu and not server"
+
+clean:
+	rm -rf .cache build dist *.egg-info

@@ -1,0 +1,101 @@
+"""Contracts of the mixture of experts (model description: MoE)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import ACTIVATION, BLOCK, BOOL, E8M0, F32, I64, U8, OpTable, Prepared, check, check_multiple, fail
+
+
+class MoeOps(OpTable):
+    def moe_gate(
+        self,
+        x: Tensor,
+        weight: Prepared,
+        bias: Tensor,
+        bias_vl: Tensor | None,
+        image_mask: Tensor | None,
+        topk: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Choose ``topk`` experts per token.
+
+        Args:
+            x: [T, H].
+            weight: ``prepare_dense`` of the router, bf16 [E, H].
+            bias: float32 [E], added for the choice only.
+            bias_vl: float32 [E] or None, takes the place of ``bias`` where ``image_mask`` (bool [T] or None) is True.
+            scale: factor on the weights after they are normalised, which they are for every topk, 1 included.
+
+        Returns:
+            weights float32 [T, topk] = s / (sum of chosen s + 1e-20) * scale with s = sqrt(softplus(logit)), and ids
+            int64 [T, topk] in descending order of s + bias. Logits and s are float32. Ties: the lower id wins. A NaN
+            ranks last.
+        """
+        op = "moe_gate"
+        data = self._layout(op, "weight", weight, "prepare_dense")
+        experts, h = weight.shape
+        check(op, "x", x, (None, h), ACTIVATION)
+        check(op, "bias", bias, (experts,), F32)
+        if bias_vl is not None:
+            check(op, "bias_vl", bias_vl, (experts,), F32)
+        if image_mask is not None:
+            check(op, "image_mask", image_mask, (x.shape[0],), BOOL)
+        if not 0 < topk <= experts:
+            fail(op, "topk", topk, f"1..{experts}")
+        return self._run[op](x, data, bias, bias_vl, image_mask, topk, scale)
+
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+        """silu(min(gate, limit)) * clamp(up, -limit, limit) * weight, float32 inside, rounded once.
+
+        gate, up [T, I] of one dtype, already rounded to it; limit 0 = no clamp; weight float32 [T] or None -> [T, I].
+        NaN propagates; infinities are clamped (limit 0: propagate).
+        """
+        check("swiglu", "gate", gate, (None, None), ACTIVATION)
+        check("swiglu", "up", up, tuple(gate.shape), (gate.dtype,))
+        if weight is not None:
+            check("swiglu", "weight", weight, (gate.shape[0],), F32)
+        return self._run["swiglu"](gate, up, limit, weight)
+
+    def prepare_experts(self, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Prepared:
+        """Lay out MXFP4 experts for ``moe_experts``.
+
+        Args:
+            w13: uint8 [E, 2I, H/2], two e2m1 values a byte (low nibble first): gate rows, then up rows. s13: UE8M0
+                [E, 2I, H/32].
+            w2: uint8 [E, H, I/2]. s2: UE8M0 [E, H, I/32].
+        """
+        op = "prepare_experts"
+        check(op, "w13", w13, (None, None, None), U8)
+        e, double, half = w13.shape
+        h, inner = 2 * half, double // 2
+        check_multiple(op, "w13", h, BLOCK)
+        if double % 2 or inner % BLOCK:
+            fail(op, "w13", f"{double} rows", f"twice a multiple of {BLOCK} rows")
+        check(op, "s13", s13, (e, double, h // BLOCK), E8M0)
+        check(op, "w2", w2, (e, h, inner // 2), U8)
+        check(op, "s2", s2, (e, h, inner // BLOCK), E8M0)
+        return self._prepared(op, (e, h, inner), w13, s13, w2, s2)
+
+    def moe_experts(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Prepared, limit: float) -> Tensor:
+        """Sum of each token's routed experts.
+
+        Args:
+            x: [T, H]; bf16 is cast FP8/32.
+            weights: float32 [T, k]; ids: int64 [T, k], no expert twice for a token; -1 = no expert (it is another
+                rank's), adds nothing.
+            experts: from ``prepare_experts``; limit: clamp of ``swiglu``.
+
+        Gate and up outputs are rounded to x's dtype; swiglu includes the routing weight and is rounded; that is cast
+        FP8/32 (bf16) for the down projection, whose output is rounded to x's dtype; the sum is float32 in ascending
+        order of expert id.
+
+        Returns:
+            float32 [T, H]. NaN as in ``linear``, only in tokens that chose the expert.
+        """
+        op = "moe_experts"
+        data = self._layout(op, "experts", experts, "prepare_experts")
+        check(op, "x", x, (None, experts.shape[1]), ACTIVATION)
+        check(op, "ids", ids, (x.shape[0], None), I64)
+        check(op, "weights", weights, tuple(ids.shape), F32)
+        return self._run[op](x, weights, ids, data, limit)

@@ -1,0 +1,96 @@
+"""Leaf modules: parameters under their checkpoint names, computation in the op table.
+
+``prepare`` runs once after loading and lets the provider lay a weight out as its kernels want it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepinfer_plugin.kernels import Ops
+
+from .config import QUANT_BLOCK
+
+FP8, SCALE = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def blocks(channels: int) -> int:
+    return -(-channels // QUANT_BLOCK)
+
+
+class Linear(nn.Module):
+    """FP8 weight [N, K] with one UE8M0 scale per 32x32 tile; bf16 activations are cast to FP8/32 on the way in."""
+
+    def __init__(self, ops: Ops, inputs: int, outputs: int):
+        super().__init__()
+        self.ops = ops
+        self.weight = parameter(outputs, inputs, dtype=FP8)
+        self.scale = parameter(blocks(outputs), blocks(inputs), dtype=SCALE)
+        self.prepared: Any = None
+
+    def prepare(self) -> None:
+        self.prepared = self.ops.prepare_linear(self.weight, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.linear(x, self.prepared)
+
+
+class GroupedLinear(nn.Module):
+    """Block-diagonal FP8 weight [groups * N, K]: group g maps x[:, g] [T, K] to N outputs."""
+
+    def __init__(self, ops: Ops, groups: int, inputs: int, outputs: int, fp8: bool):
+        super().__init__()
+        self.ops, self.groups, self.fp8 = ops, groups, fp8
+        self.weight = parameter(groups * outputs, inputs, dtype=FP8)
+        self.scale = parameter(blocks(groups * outputs), blocks(inputs), dtype=SCALE)
+        self.prepared: Any = None
+
+    def prepare(self) -> None:
+        self.prepared = self.ops.prepare_grouped(self.weight, self.scale, self.groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.grouped_linear(x, self.prepared, self.fp8)
+
+
+class Dense(nn.Module):
+    """bf16 weight [N, K]; the output is float32 where the model wants it (gates, compressors, heads)."""
+
+    def __init__(self, ops: Ops, inputs: int, outputs: int, out_dtype: torch.dtype | None = None):
+        super().__init__()
+        self.ops, self.out_dtype = ops, out_dtype
+        self.weight = parameter(outputs, inputs)
+        self.prepared: Any = None
+
+    def prepare(self) -> None:
+        self.prepared = self.ops.prepare_dense(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.dense(x, self.prepared, self.out_dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, ops: Ops, size: int, eps: float):
+        super().__init__()
+        self.ops, self.eps = ops, eps
+        self.weight = parameter(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    """bf16 table [vocab, size]."""
+
+    def __init__(self, vocab: int, size: int):
+        super().__init__()
+        self.weight = parameter(vocab, size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]

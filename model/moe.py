@@ -1,0 +1,87 @@
+"""Mixture of experts: sqrt-softplus gate with a selection bias, MXFP4 routed experts, one FP8 shared expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepinfer_plugin.kernels import Ops
+
+from .config import QUANT_BLOCK, V41Config
+from .layers import SCALE, Dense, Linear, parameter
+
+
+class Gate(Dense):
+    """Router weights with two selection biases, text and image; the biases choose experts but never weigh them."""
+
+    def __init__(self, ops: Ops, config: V41Config, experts: int, topk: int):
+        super().__init__(ops, config.hidden_size, experts)
+        self.topk, self.routed_scale = topk, config.routed_scale
+        self.bias = parameter(experts, dtype=torch.float32)
+        self.bias_vl = parameter(experts, dtype=torch.float32)
+
+    def route(self, x: Tensor, image_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights float32 [T, topk] and expert ids int64 [T, topk]."""
+        return self.ops.moe_gate(x, self.prepared, self.bias, self.bias_vl, image_mask, self.topk, self.routed_scale)
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer, stacked: w1 and w3 as one [2I, H] matrix, two e2m1 values a byte, a UE8M0
+    scale per 32."""
+
+    def __init__(self, ops: Ops, config: V41Config, experts: int):
+        super().__init__()
+        self.ops, self.limit = ops, config.swiglu_limit
+        self.count, self.inner = experts, config.expert_dim
+        hidden = config.hidden_size
+        self.w13 = parameter(experts, 2 * self.inner, hidden // 2, dtype=torch.uint8)
+        self.s13 = parameter(experts, 2 * self.inner, hidden // QUANT_BLOCK, dtype=SCALE)
+        self.w2 = parameter(experts, hidden, self.inner // 2, dtype=torch.uint8)
+        self.s2 = parameter(experts, hidden, self.inner // QUANT_BLOCK, dtype=SCALE)
+        self.prepared: Any = None
+
+    def prepare(self) -> None:
+        self.prepared = self.ops.prepare_experts(self.w13, self.s13, self.w2, self.s2)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Weighted sum over each token's experts, float32 [T, H]."""
+        return self.ops.moe_experts(x, weights, ids, self.prepared, self.limit)
+
+    def slices(self) -> dict[str, Tensor]:
+        """Checkpoint name (below ``experts.``) -> the view of our stacked parameter it fills."""
+        views: dict[str, Tensor] = {}
+        for expert in range(self.count):
+            for name, rows in (("w1", slice(0, self.inner)), ("w3", slice(self.inner, None))):
+                views[f"{expert}.{name}.weight"] = self.w13[expert, rows].view(torch.int8)
+                views[f"{expert}.{name}.scale"] = self.s13[expert, rows]
+            views[f"{expert}.w2.weight"] = self.w2[expert].view(torch.int8)
+            views[f"{expert}.w2.scale"] = self.s2[expert]
+        return views
+
+
+class SharedExpert(nn.Module):
+    """The expert every token goes through."""
+
+    def __init__(self, ops: Ops, config: V41Config):
+        super().__init__()
+        self.ops, self.limit = ops, config.swiglu_limit
+        self.w1 = Linear(ops, config.hidden_size, config.expert_dim)
+        self.w3 = Linear(ops, config.hidden_size, config.expert_dim)
+        self.w2 = Linear(ops, config.expert_dim, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.ops.swiglu(self.w1(x), self.w3(x), self.limit, None))
+
+
+class MoE(nn.Module):
+    def __init__(self, ops: Ops, config: V41Config, experts: int, topk: int):
+        super().__init__()
+        self.gate = Gate(ops, config, experts, topk)
+        self.experts = Experts(ops, config, experts)
+        self.shared_experts = SharedExpert(ops, config)
+
+    def forward(self, x: Tensor, image_mask: Tensor | None) -> Tensor:
+        routed = self.experts(x, *self.gate.route(x, image_mask))
+        return (routed + self.shared_experts(x).float()).to(x.dtype)

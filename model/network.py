@@ -1,0 +1,118 @@
+"""The DeepSeek-V4.1-Flash text network over rows, pages and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepinfer_plugin.kernels import Ops
+
+from .attention import Attention
+from .block import Block, expand_embedding
+from .config import V41Config
+from .dspark import DSpark, Stage
+from .engram import Engram
+from .engram_table import EngramTable
+from .layers import Dense, Embedding, RMSNorm
+from .memory import PagePool, StatePool
+from .moe import Experts
+from .profiles import Profile
+from .rows import Rows
+from .step import Step
+
+Observer = Callable[[int, Tensor], None]
+
+
+class Layer(Block):
+    """A block of the network, with an Engram in front of its attention at a few layers."""
+
+    def __init__(self, ops: Ops, config: V41Config, profile: Profile, layer: int, table: EngramTable | None):
+        super().__init__(ops, config, Attention(ops, config, profile, layer), config.experts, config.experts_per_token)
+        self.engram: Engram | None = None
+        if config.engram is not None and layer in config.engram.layers:
+            assert table is not None
+            self.engram = Engram(ops, config, table, config.engram.layers.index(layer))
+
+
+class Network(nn.Module):
+    """Weights under their checkpoint names; ``forward`` turns rows into final hidden states and updates both memories.
+
+    Build it inside ``torch.device(...)``, load the parameters (``parameter_slices``), then call ``prepare`` once.
+    """
+
+    token_class: Tensor
+
+    def __init__(self, config: V41Config, ops: Ops, profile: Profile, table: EngramTable | None):
+        super().__init__()
+        self.config, self.ops, self.profile = config, ops, profile
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(ops, config, profile, layer, table) for layer in range(config.num_layers))
+        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
+        self.head = Dense(ops, config.hidden_size, config.vocab_size, torch.float32)
+        self.mtp = nn.ModuleList(Stage(ops, config, profile, stage) for stage in range(config.draft_stages))
+        self.dspark = DSpark(config, ops, self.mtp, self.embed_tokens, self.logits) if config.dspark else None
+        classes = torch.zeros(config.vocab_size, dtype=torch.int64) if table is None else table.token_class
+        self.register_buffer("token_class", classes.to(self.norm.weight.device), persistent=False)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def parameter_slices(self) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint, by its name there, as the view of our storage that it fills."""
+        views: dict[str, Tensor] = {}
+        for prefix, module in self.named_modules():
+            if isinstance(module, Experts):
+                views |= {f"{prefix}.{name}": view for name, view in module.slices().items()}
+            else:
+                own: Iterator[tuple[str, nn.Parameter]] = module.named_parameters(prefix, recurse=False)
+                views |= {name: value.data for name, value in own}
+        return views
+
+    def prepare(self) -> None:
+        """Let the provider lay out every weight; call once, after loading."""
+        for module in self.modules():
+            prepare: Any = getattr(module, "prepare", None)
+            if prepare is not None and module is not self:
+                prepare()
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        return self.embed(token_ids).to(self.profile.dtype)
+
+    def classes(self, rows: Rows) -> Tensor:
+        """Engram token classes int64 [R], -1 inside an image."""
+        classes = self.token_class[rows.token_ids]
+        return classes if rows.image_mask is None else classes.masked_fill(rows.image_mask, -1)
+
+    def forward(self, rows: Rows, pages: PagePool, state: StatePool, observe: Observer | None = None) -> Tensor:
+        """Final normalised hidden states [R, H] of every row.
+
+        Writes, for the rows' positions: window rings, compressor tails, Engram look-back, draft context, and (where
+        ``rows.writes_pages``) the pages. ``observe(layer, streams)`` sees the residual streams [R, hc_mult,
+        H] after each layer.
+        """
+        step = Step(rows, pages, state)
+        classes = self.classes(rows)
+        targets = () if self.config.dspark is None else self.config.dspark.target_layers
+        features: dict[int, Tensor] = {}
+        streams, pre = expand_embedding(self.embed_tokens(rows.token_ids), self.config.hc_mult)
+        for index, layer in enumerate(self.layers):
+            engram: Any = layer.engram
+            if engram is not None:
+                streams = engram(streams, classes, step)
+            if index in targets:
+                features[index] = streams.float().mean(dim=1).to(streams.dtype)
+            streams, pre = layer(streams, pre, step)
+            if observe is not None:
+                observe(index, streams)
+        self.ops.ngram_write(classes, rows.positions, rows.row_slots, step.keep_ngram, state.ngrams)
+        if self.dspark is not None:
+            self.dspark.write_context([features[target] for target in targets], step)
+        return self.norm(self.ops.hc_collapse(streams, pre))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab] of normalised hidden states [n, H]."""
+        return self.head(hidden)
