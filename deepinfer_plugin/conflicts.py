@@ -1,0 +1,238 @@
+"""Arguments that cannot work with our model, refused by name and all at once.
+
+Most are features of SGLang that nobody has taught this model yet, or that would read memory of ours as something it
+is not. Silence would serve wrong tokens or ignore a flag; SGLang's own checks are keyed on the names of its models
+and do not fire for ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .model.config import V41Config
+    from .settings import Settings
+
+PAGE_SIZES = (64, 128)
+REPLAY_WINDOW = 128  # SGLang's replay runs this many cached tokens again, whatever the model
+DEVICES = ("cpu", "cuda")
+
+# Field of ServerArgs -> why any value but its default (or those in ALSO_LEGAL) is refused.
+REFUSED = {
+    "tokenizer_worker_num": "worker processes do not load plugins and cannot read this model's config",
+    "tp_size": "tensor parallelism is not there yet",
+    "pp_size": "the network has no pipeline stages",
+    "dp_size": "data parallelism is not there yet",
+    "attn_dp_size": "data-parallel attention is not there yet",
+    "ep_size": "expert parallelism is not there yet",
+    "attn_cp_size": "context parallelism is not there yet",
+    "moe_dp_size": "data-parallel experts are not there yet",
+    "dcp_size": "context parallelism is not there yet",
+    "dwdp_size": "distributed weights are not there yet",
+    "enable_prefill_cp": "context parallelism is not there yet",
+    "nnodes": "one node only so far",
+    "speculative_algorithm": "no speculative algorithm is there yet for this model",
+    "disaggregation_mode": "prefill/decode disaggregation is not there yet",
+    "enable_pdmux": "prefill/decode multiplexing is not there yet",
+    "enable_hierarchical_cache": "host tiers of the prefix cache are not there yet",
+    "hicache_storage_backend": "host tiers of the prefix cache are not there yet",
+    "enable_lmcache": "it moves token rows; a page of this model has none",
+    "enable_flexkv": "it moves token rows; a page of this model has none",
+    "enable_unified_cache_external_linker": "it moves token rows; a page of this model has none",
+    "enable_mixed_chunk": "replayed rows and decode rows cannot share a batch in SGLang",
+    "enable_lora": "there are no LoRA layers in this network",
+    "lora_paths": "there are no LoRA layers in this network",
+    "enable_streaming_session": "sessions keep a request slot whose window would belong to an earlier turn",
+    "enable_session_radix_cache": "sessions keep a request slot whose window would belong to an earlier turn",
+    "enable_hisparse": "the model selects its own sparse groups",
+    "enable_two_batch_overlap": "batches are not split",
+    "enable_single_batch_overlap": "batches are not split",
+    "kv_cache_dtype": "the formats of pages and windows are part of the model",
+    "quantization": "the formats of the weights are part of the checkpoint",
+    "dtype": "activations are bfloat16; --deepinfer-profile float32 is for debugging",
+    "load_format": "the checkpoint is read by our own loader, from safetensors",
+    "startup_weight_load_mode": "the checkpoint is read by our own loader, once",
+    "weight_cache_mode": "the checkpoint is read by our own loader, once",
+    "cpu_offload_gb": "weights stay on their device",
+    "offload_group_size": "weights stay on their device",
+    "kt_weight_path": "experts run where their weights are",
+    "enable_paged_experts": "experts run where their weights are",
+    "enable_torch_compile": "the network is not compiled",
+    "moe_runner_backend": "experts run through our own ops; see --deepinfer-ops",
+    "moe_a2a_backend": "expert parallelism is not there yet",
+    "enable_eplb": "expert balancing is not there yet",
+    "ep_num_redundant_experts": "expert balancing is not there yet",
+    "elastic_ep_backend": "expert parallelism is not there yet",
+    "attention_backend": "attention reads pages and windows that only our backend knows",
+    "prefill_attention_backend": "attention reads pages and windows that only our backend knows",
+    "decode_attention_backend": "attention reads pages and windows that only our backend knows",
+    "radix_cache_backend": "only SGLang's own prefix tree is known to keep whole pages",
+    "enable_unified_memory": "pages are a pool of their own",
+    "enable_page_major_kv_layout": "pages have a layout of their own",
+    "enable_kv_cache_sharding": "a page is not divided",
+    "prefill_only_disable_kv_cache": "the network reads what it wrote to pages",
+    "enable_decoder_swa_bounded_replay": "replay of the upper layers is not there yet",
+    "enable_multimodal": "images are not served yet",
+    "encoder_only": "images are not served yet",
+    "language_only": "images are not served yet",
+    "is_embedding": "there is no embedding head",
+    "dllm_algorithm": "this is not a diffusion model",
+    "model_config_parser": "the config must be read by our own parser",
+    "json_model_override_args": "the network is built from config.json as released; change the file",
+    "cuda_graph_backend_prefill": "prefill is not captured",
+    "cuda_graph_backend_decode": "decode is not captured yet",
+}
+ALSO_LEGAL = {
+    "dtype": ("bfloat16",),
+    "load_format": ("safetensors",),
+    "attention_backend": ("deepinfer",),
+    "prefill_attention_backend": ("deepinfer",),
+    "decode_attention_backend": ("deepinfer",),
+    "model_config_parser": ("deepinfer",),
+    "json_model_override_args": ("", "{}"),
+    "enable_lora": (False,),
+    "enable_multimodal": (False,),
+    "enable_decoder_swa_bounded_replay": (False,),
+    "cuda_graph_backend_prefill": ("disabled",),
+    "cuda_graph_backend_decode": ("disabled",),
+}
+
+
+class ConflictError(ValueError):
+    """Arguments that cannot work together with this model. ``conflicts`` has every one; so does the text."""
+
+    def __init__(self, conflicts: list[str]):
+        self.conflicts = conflicts
+        super().__init__(
+            "--model-impl deepinfer cannot serve with these arguments:\n" + "\n".join(f"  {c}" for c in conflicts)
+        )
+
+
+def refuse(server_args: Any, config: V41Config, settings: Settings, weight_bytes: int, device: str) -> None:
+    """
+    Raises:
+        ConflictError: at least one argument cannot work.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    found = [
+        *_refused_fields(server_args),
+        *_device(device),
+        *_ops(settings, device),
+        *_sizes(view, config, settings, weight_bytes, device),
+    ]
+    if found:
+        raise ConflictError(found)
+
+
+def _refused_fields(server_args: Any) -> Iterator[str]:
+    """What the user gave, not what SGLang made of it: some refused fields are set by earlier steps for every model."""
+    from msgspec.structs import fields
+
+    defaults = {field.name: field.default for field in fields(type(server_args))}
+    for name, why in REFUSED.items():
+        value = getattr(server_args, name)
+        if value != defaults[name] and value not in ALSO_LEGAL.get(name, ()):
+            yield f"{_flag(name, value)}: {why}"
+    graphs = server_args.cuda_graph_config
+    for phase in ("prefill", "decode"):
+        backend = _graph_backend(graphs, phase)
+        if backend not in (None, "disabled"):
+            yield f"--cuda-graph-config {phase}.backend={backend}: {REFUSED[f'cuda_graph_backend_{phase}']}"
+
+
+def _graph_backend(graphs: Any, phase: str) -> str | None:
+    if graphs is None:
+        return None
+    if isinstance(graphs, dict):
+        return (graphs.get(phase) or {}).get("backend")
+    return getattr(getattr(graphs, phase, None), "backend", None)
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
+
+
+def _device(device: str) -> Iterator[str]:
+    from sglang.srt.platforms import current_platform
+
+    if device not in DEVICES:
+        yield f"--device {device}: legal: {', '.join(DEVICES)}"
+    elif device == "cpu" and not current_platform.is_out_of_tree():
+        if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+            yield "SGLANG_USE_CPU_ENGINE=1: it selects SGLang's own CPU engine; unset it"
+        else:
+            yield "--device cpu: this machine has an accelerator; hide it (CUDA_VISIBLE_DEVICES=) to serve on the CPU"
+
+
+def _ops(settings: Settings, device: str) -> Iterator[str]:
+    from .kernels import select
+
+    if device not in DEVICES:
+        return
+    try:
+        select(device, settings.provider, dict(settings.ops))
+    except ValueError as error:
+        yield str(error)
+
+
+def _memory(device: str) -> int:
+    """Bytes of the device, asked without opening it in this process; where they cannot be known, more than any has."""
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    mebibytes = get_device_memory_capacity(device) if device in DEVICES else None
+    return 1 << 62 if mebibytes is None else int(mebibytes) << 20
+
+
+def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, device: str) -> Iterator[str]:
+    """Numbers that must fit each other, with the legal value next to each that does not."""
+    from .arguments import PAGE_SIZE, RUNNING_REQUESTS, RUNNING_REQUESTS_CPU, tokens_for_context
+    from .runtime.memory_plan import CapacityError, plan
+
+    page_size = PAGE_SIZE if view.page_size is None else view.page_size
+    if page_size not in PAGE_SIZES:
+        yield f"--page-size {page_size}: legal: {', '.join(map(str, PAGE_SIZES))}"
+        return  # every other size is counted in pages
+
+    chunk = view.chunked_prefill_size
+    if settings.exact_prefix:
+        if chunk is not None and 0 < chunk < page_size:
+            yield f"--chunked-prefill-size {chunk}: chunks are whole pages; the least legal value is {page_size}"
+    else:
+        if config.window != REPLAY_WINDOW:
+            yield (
+                f"sliding_window={config.window} in config.json: a cached prefix is replayed over {REPLAY_WINDOW} "
+                "tokens, which does not rebuild this window; add --deepinfer-exact-prefix"
+            )
+        if chunk is not None and chunk < REPLAY_WINDOW + page_size:
+            given = "off (-1)" if chunk <= 0 else chunk
+            yield (
+                f"--chunked-prefill-size {given}: a replayed prefix of {REPLAY_WINDOW} tokens and a page must fit a "
+                f"chunk; the least legal value is {REPLAY_WINDOW + page_size}, or add --deepinfer-exact-prefix"
+            )
+
+    running = view.max_running_requests
+    if running is None:
+        running = RUNNING_REQUESTS_CPU if device == "cpu" else RUNNING_REQUESTS
+    try:
+        plan(
+            config,
+            page_size=page_size,
+            running_requests=running,
+            weight_bytes=weight_bytes,
+            budget_bytes=_memory(device),
+            max_tokens=view.max_total_tokens,
+        )
+    except CapacityError as error:
+        yield str(error)
+    if view.max_total_tokens is not None and view.context_length is not None:
+        least = tokens_for_context(view.context_length, page_size)
+        if view.max_total_tokens < least:
+            yield (
+                f"--max-total-tokens {view.max_total_tokens}: one request of --context-length {view.context_length} "
+                f"tokens does not fit; the least legal value is {least}"
+            )

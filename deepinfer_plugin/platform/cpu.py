@@ -1,0 +1,27 @@
+"""A machine without an accelerator. SGLang's own CPU engine needs compiled kernels and AMX; this platform needs torch
+alone."""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Out of tree to SGLang, so that nothing keyed on its in-tree CPU identity fires. All capabilities off: no
+    Triton, no graphs."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        """A name: the mixin's ``torch.device`` breaks argument resolution, which splits it like a string."""
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        """For models other than ours; ours declares its own."""
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"

@@ -1,0 +1,247 @@
+"""Every argument SGLang resolves for us, and every one it may not have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from deepinfer_plugin.arguments import cpu_tokens, tokens_for_context
+from deepinfer_plugin.model.config import V41Config
+from deepinfer_plugin.model.memory import PageLayout
+from deepinfer_plugin.settings import Settings, SettingsError
+
+from .probes import ask
+
+# Command line -> words that its refusal must say.
+REFUSALS = [
+    ("--tokenizer-worker-num 2", ["--tokenizer-worker-num 2", "do not load plugins"]),
+    ("--enable-mixed-chunk", ["--enable-mixed-chunk", "replayed rows"]),
+    ("--enable-lora", ["--enable-lora", "no LoRA layers"]),
+    ("--enable-streaming-session", ["--enable-streaming-session"]),
+    ("--enable-session-radix-cache", ["--enable-session-radix-cache"]),
+    ("--pp-size 2", ["--pp-size 2"]),
+    ("--tp-size 2", ["--tp-size 2"]),
+    ("--dp-size 2", ["--dp-size 2"]),
+    ("--tp-size 2 --ep-size 2", ["--tp-size 2", "--ep-size 2"]),
+    ("--enable-hisparse", ["--enable-hisparse"]),
+    ("--enable-two-batch-overlap", ["--enable-two-batch-overlap"]),
+    ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype fp8_e4m3", "part of the model"]),
+    ("--quantization fp8", ["--quantization fp8"]),
+    ("--dtype float16", ["--dtype float16", "--deepinfer-profile float32"]),
+    ("--speculative-algorithm EAGLE", ["--speculative-algorithm EAGLE", "no speculative algorithm"]),
+    ("--speculative-algorithm NGRAM", ["--speculative-algorithm NGRAM", "no speculative algorithm"]),
+    ("--enable-hierarchical-cache", ["--enable-hierarchical-cache", "not there yet"]),
+    ("--disaggregation-mode prefill", ["--disaggregation-mode prefill", "not there yet"]),
+    ("--cpu-offload-gb 4", ["--cpu-offload-gb 4"]),
+    ("--enable-torch-compile", ["--enable-torch-compile"]),
+    ("--attention-backend torch_native", ["--attention-backend torch_native"]),
+    ("--cuda-graph-backend-prefill full", ["--cuda-graph-backend-prefill full"]),
+    ("""--cuda-graph-config {"prefill":{"backend":"full"}}""", ["--cuda-graph-config prefill.backend=full"]),
+    ("""--json-model-override-args {"num_hidden_layers":4}""", ["--json-model-override-args", "change the file"]),
+    ("--load-format gguf", ["--load-format gguf"]),
+    ("--device npu", ["--device npu", "legal: cpu, cuda"]),
+    # Sizes, each with the nearest legal value (pages of 128 unless said otherwise).
+    ("--page-size 63", ["--page-size 63", "legal: 64, 128"]),
+    ("--page-size 256", ["--page-size 256", "legal: 64, 128"]),
+    ("--chunked-prefill-size 128", ["--chunked-prefill-size 128", "least legal value is 256"]),
+    ("--chunked-prefill-size 128 --page-size 64", ["least legal value is 192"]),
+    ("--chunked-prefill-size -1", ["--chunked-prefill-size off", "--deepinfer-exact-prefix"]),
+    ("--chunked-prefill-size 64 --deepinfer-exact-prefix", ["--chunked-prefill-size 64", "least legal value is 128"]),
+    ("--max-total-tokens 256", ["--max-total-tokens 256", "least legal value is 384"]),
+    ("--max-total-tokens 128 --page-size 64", ["--max-total-tokens 128", "least legal value is 256"]),
+    ("--max-total-tokens 4096 --context-length 4096", ["--context-length 4096", "least legal value is 4352"]),
+    ("--max-running-requests 0", ["--max-running-requests 0", "least legal value is 1"]),
+    ("--max-running-requests 100000000", ["--max-running-requests 100000000", "largest legal value"]),
+    # Our own switches.
+    ("--deepinfer-profile fast", ["--deepinfer-profile='fast'", "legal: model, deepinfer, float32"]),
+    ("--deepinfer-provider nowhere", ["--deepinfer-provider='nowhere'", "reference"]),
+    ("--deepinfer-ops linear", ["--deepinfer-ops='linear'", "op=provider"]),
+    ("--deepinfer-ops liner=reference", ["'liner'", "linear"]),
+    ("--deepinfer-cpu-kv-mib 0", ["--deepinfer-cpu-kv-mib='0'", "MiB"]),
+]
+ACCEPTED = [
+    "--page-size 64",
+    "--chunked-prefill-size 256",
+    "--chunked-prefill-size 128 --deepinfer-exact-prefix",
+    "--chunked-prefill-size -1 --deepinfer-exact-prefix",
+    "--max-total-tokens 384",
+    "--max-total-tokens 4352 --context-length 4096",
+    "--disable-overlap-schedule",
+    "--disable-radix-cache",
+    "--attention-backend deepinfer",
+    "--dtype bfloat16",
+    "--reasoning-parser deepseek-v41 --tool-call-parser deepseekv41",
+    "--deepinfer-profile float32 --deepinfer-debug --deepinfer-ops linear=reference",
+]
+
+
+@pytest.fixture(scope="module")
+def broken(tiny, tmp_path_factory):
+    """Copies of the tiny checkpoint, each with one thing wrong."""
+    root = tmp_path_factory.mktemp("broken")
+
+    def copy(name, change=None):
+        path = root / name
+        shutil.copytree(tiny, path)
+        if change is not None:
+            config = json.loads((path / "config.json").read_text())
+            change(config)
+            (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    copy("v4", lambda config: config.update(model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"]))
+    copy("field", lambda config: config["text_config"].update(scoring_func="softmax"))
+    copy("window", lambda config: config["text_config"].update(sliding_window=64))
+    next(copy("shard").glob("*-00002-of-*.safetensors")).unlink()
+    (copy("config") / "config.json").unlink()
+    return root
+
+
+@pytest.fixture(scope="module")
+def answers(tiny, broken):
+    """One child process resolves everything."""
+
+    def argv(extra="", path=tiny):
+        return ["--model-path", str(path), "--model-impl", "deepinfer", *extra.split()]
+
+    given = "--page-size 64 --max-running-requests 5 --max-total-tokens 2048 --context-length 1024 "
+    given += "--chunked-prefill-size 256 --reasoning-parser deepseek-r1"
+    questions = {
+        "default": ("resolved", {"argv": argv()}),
+        "given": ("resolved", {"argv": argv(given)}),
+        "small": ("resolved", {"argv": argv("--max-total-tokens 1000")}),
+        "exact": ("resolved", {"argv": argv("--deepinfer-exact-prefix --deepinfer-profile float32")}),
+        "variables": (
+            "resolved",
+            {"argv": argv(), "env": {"DEEPINFER_EXACT_PREFIX": "1", "DEEPINFER_CPU_KV_MIB": "2"}},
+        ),
+        "refused": ("errors", {"argvs": [argv(line) for line, _ in REFUSALS]}),
+        "accepted": ("errors", {"argvs": [argv(line) for line in ACCEPTED]}),
+        "all at once": (
+            "errors",
+            {"argvs": [argv("--pp-size 2 --enable-lora --page-size 63 --kv-cache-dtype bfloat16")]},
+        ),
+        "variable": ("errors", {"argvs": [argv()], "env": {"DEEPINFER_PROFIL": "float32"}}),
+        "broken": (
+            "errors",
+            {"argvs": [argv(path=broken / name) for name in ("v4", "field", "window", "shard", "config", "nowhere")]},
+        ),
+    }
+    return dict(zip(questions, ask(*questions.values()), strict=True))
+
+
+def test_resolved_arguments(answers, tiny):
+    found = answers["default"]
+    arguments = found["arguments"]
+    print(json.dumps(arguments, indent=1))
+    assert {name: arguments[name] for name in EXPECTED} == EXPECTED
+    assert arguments["cuda_graph_config"]["prefill"]["backend"] == "disabled"
+    assert arguments["cuda_graph_config"]["decode"]["backend"] == "disabled"
+    assert found["architecture"] == "DeepInferDeepseekV41ForCausalLM"
+    assert found["model_type"] == "deepseek_v41", "picks the V4.1 chat encoding"
+    assert found["quantization"] is None and found["multimodal"] is False
+    assert found["context"] == V41Config.load(tiny).max_position
+    assert found["platform"] == "CpuPlatform"
+    assert found["omp_num_threads"] == "1"
+    assert found["in_child"], "declarations must reach SGLang's child processes"
+
+
+EXPECTED = {
+    "attention_backend": "deepinfer",
+    "chunked_prefill_size": 512,
+    "context_length": None,
+    "device": "cpu",
+    "disable_overlap_schedule": False,
+    "disable_radix_cache": False,
+    "enable_encoder_swa_bounded_replay": True,
+    "grammar_backend": "xgrammar",
+    "kv_cache_dtype": "auto",
+    "max_running_requests": 32,
+    "max_total_tokens": 32 * (8192 + 256),
+    "model_config_parser": "deepinfer",
+    "page_size": 128,
+    "quantization": None,
+    "reasoning_parser": "deepseek-v41",
+    "sampling_backend": "pytorch",
+    "tool_call_parser": "deepseekv41",
+}
+
+
+def test_what_the_user_gives_stays(answers):
+    arguments = answers["given"]["arguments"]
+    assert arguments["page_size"] == 64
+    assert arguments["max_running_requests"] == 5
+    assert arguments["max_total_tokens"] == 2048
+    assert arguments["context_length"] == 1024
+    assert arguments["chunked_prefill_size"] == 256
+    assert arguments["reasoning_parser"] == "deepseek-r1"
+
+
+def test_requests_that_a_small_pool_could_never_admit_are_too_long(answers):
+    found = answers["small"]
+    assert found["arguments"]["max_total_tokens"] == 1000
+    assert found["context"] == 896 - 256, "whole pages, less the page SGLang charges and one to generate into"
+
+
+def test_exact_mode(answers):
+    for name in ("exact", "variables"):
+        assert answers[name]["arguments"]["enable_encoder_swa_bounded_replay"] is False
+        assert answers[name]["arguments"]["disable_radix_cache"] is True
+    assert answers["exact"]["flags"] == {"exact_prefix": "1", "profile": "float32"}
+    assert answers["variables"]["arguments"]["max_total_tokens"] < answers["exact"]["arguments"]["max_total_tokens"]
+
+
+@pytest.mark.parametrize("index", range(len(REFUSALS)), ids=[line for line, _ in REFUSALS])
+def test_refused_by_name(answers, index):
+    error = answers["refused"][index]
+    assert error.startswith(("ConflictError", "SettingsError")), error
+    assert all(word in error for word in REFUSALS[index][1]), error
+
+
+@pytest.mark.parametrize("index", range(len(ACCEPTED)), ids=ACCEPTED)
+def test_accepted(answers, index):
+    assert answers["accepted"][index] == ""
+
+
+def test_every_conflict_at_once(answers):
+    (error,) = answers["all at once"]
+    for word in ("--pp-size 2", "--enable-lora", "--page-size 63", "--kv-cache-dtype bfloat16"):
+        assert word in error
+
+
+def test_a_mistyped_variable_is_not_ignored(answers):
+    (error,) = answers["variable"]
+    assert error.startswith("SettingsError: DEEPINFER_PROFIL is not a setting") and "DEEPINFER_PROFILE" in error
+
+
+def test_checkpoints_are_refused_before_anything_starts(answers):
+    v4, field, window, shard, config, nowhere = answers["broken"]
+    assert v4.startswith("ConfigError") and "model_type='deepseek_v4'" in v4
+    assert field.startswith("ConfigError") and "scoring_func='softmax'" in field
+    assert window.startswith("ConflictError") and "sliding_window=64" in window and "--deepinfer-exact-prefix" in window
+    assert shard.startswith("CheckpointError") and "00002-of" in shard
+    assert config.startswith("ConfigError") and "config.json does not exist" in config
+    assert nowhere.startswith("ConflictError") and "not a directory" in nowhere
+
+
+def test_default_pages_on_a_cpu(tiny):
+    config, budget = V41Config.load(tiny), 8 << 20
+    page_bytes = PageLayout.of(config, 128).page_bytes
+    assert cpu_tokens(config, 128, 32, None, budget) == budget // page_bytes * 128, "the budget is the limit"
+    assert cpu_tokens(config, 128, 1, None, 1 << 40) == tokens_for_context(8192, 128), "no more than can be filled"
+    assert cpu_tokens(config, 128, 32, 8192, 1 << 10) == tokens_for_context(8192, 128), "no less than was asked for"
+    assert cpu_tokens(config, 128, 32, None, 1 << 10) == 384, "no less than the least legal number"
+
+
+def test_settings():
+    assert Settings.read({}, {}) == Settings()
+    assert Settings.read({"profile": "model"}, {"DEEPINFER_PROFILE": "float32"}).profile == "model", "flags win"
+    assert Settings.read({}, {"DEEPINFER_OPS": "linear=reference, rope = reference"}).ops == (
+        ("linear", "reference"),
+        ("rope", "reference"),
+    )
+    assert Settings.read({}, {"DEEPINFER_DEBUG": "off"}).debug is False
+    with pytest.raises(SettingsError, match="DEEPINFER_DEBUG='maybe' is not supported; legal: 1 or 0"):
+        Settings.read({}, {"DEEPINFER_DEBUG": "maybe"})
