@@ -29,6 +29,7 @@ PAGE_SIZE = 128
 RUNNING_REQUESTS = 256  # 0.8 GB of request state at released sizes
 RUNNING_REQUESTS_CPU = 32
 CHUNK_CPU = 512  # rows of a prefill step; the reference ops hold float64 scores of each row against the whole prefix
+MEMORY_CPU = 0.8  # of the free memory, for weights, state and pages; the pages are capped on their own
 
 
 def register() -> None:
@@ -111,6 +112,8 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
         "max_running_requests": running,  # state is sized before SGLang would pick a number, and it picks thousands
         "max_total_tokens": tokens,
         "chunked_prefill_size": CHUNK_CPU if on_cpu else None,
+        # SGLang guesses activations from the sizes of a GPU; unchunked prompts would leave a CPU less than nothing.
+        "mem_fraction_static": MEMORY_CPU if on_cpu else None,
         "context_length": context_length(config, page_size, tokens),
         "reasoning_parser": "auto",  # detected from the checkpoint, but only when asked for
         "tool_call_parser": "auto",

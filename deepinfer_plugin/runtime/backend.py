@@ -91,17 +91,17 @@ class DeepInferBackend(AttentionBackend):
 
     def _row_counts(self, batch: Any) -> tuple[Tensor, int]:
         """Rows of each request, int64 [B] on the device, and their sum on the host."""
-        mode, count, requests_ = batch.forward_mode, batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
+        mode, count, size = batch.forward_mode, batch.input_ids.shape[0], batch.req_pool_indices.shape[0]
         device = batch.input_ids.device
         if mode.is_decode():
-            return torch.ones(requests_, dtype=torch.int64, device=device), requests_
+            return torch.ones(size, dtype=torch.int64, device=device), size
         if mode.is_target_verify():
             layout = getattr(batch.spec_info, "ragged_verify_layout", None)
             if layout is not None:
                 total = layout.total_verify_tokens
                 return layout.verify_lens.to(torch.int64), count if total is None else total
             each = batch.spec_info.draft_token_num
-            return torch.full((requests_,), each, dtype=torch.int64, device=device), requests_ * each
+            return torch.full((size,), each, dtype=torch.int64, device=device), size * each
         host = batch.extend_seq_lens_cpu
         return batch.extend_seq_lens.to(torch.int64), count if host is None else sum(host)
 

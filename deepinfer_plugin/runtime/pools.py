@@ -53,7 +53,6 @@ class PoolSizer(MemoryPoolConfigurator):
         sizes = plan(
             self.config, page_size=page_size, running_requests=self.running_requests, max_tokens=max_total_num_tokens
         )
-        logger.info("deepinfer memory: %s", sizes)
         return MemoryPoolConfig(max_total_num_tokens=sizes.tokens)
 
 
@@ -125,7 +124,16 @@ class PagePoolForSGLang(MLATokenToKVPool):
         )
         self.state = StatePool(StateLayout.of(config), slots, device)
         self.request_window = RequestWindow(self.state)
-        logger.info("deepinfer state: %d slots of %s", slots, gib(self.state.layout.slot_bytes))
+        slot_bytes = self.state.layout.slot_bytes
+        logger.info(
+            "deepinfer memory: %d tokens at %g bytes = %s of pages, %d request slots at %d bytes = %s of state",
+            tokens,
+            self.layout.page_bytes / page_size,
+            gib(self.pages.pages.nbytes),
+            slots,
+            slot_bytes,
+            gib(slots * slot_bytes),
+        )
 
     def _create_buffers(self) -> None:
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -21,8 +20,6 @@ from deepinfer_plugin.model.weights import Checkpoint, load_into
 from deepinfer_plugin.model_impl import config_of
 from deepinfer_plugin.runtime.checks import check_stream_mix, check_window
 from deepinfer_plugin.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 LARGE_HIDDEN = 1024  # from here on a projection of one row is worth a second thread
 
