@@ -23,10 +23,12 @@ def register() -> None:
             logger.warning("deepinfer_plugin is switched off and SGLang serves its own models: %s", reason)
         return
     from . import arguments, model_impl
+    from .speculative import algorithm
 
     # SGLang swallows what a plugin raises, so the step that verifies everything else comes first.
     arguments.register()
     model_impl.register()
+    algorithm.register()
     patches.install()
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import model_impl, patches
 from .conflicts import ConflictError, refuse
 from .settings import Settings
+from .speculative import algorithm
 
 if TYPE_CHECKING:
     from .model.config import V41Config
@@ -123,11 +124,31 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
         "cuda_graph_backend_decode": "disabled",
     }
     declared = {name: value for name, value in unset.items() if value is not None and getattr(view, name) is None}
+    if speculates(view, settings):
+        declared |= speculative(config)
     if settings.exact_prefix:
         declared["disable_radix_cache"] = True
     else:
         declared["enable_encoder_swa_bounded_replay"] = True
+    if on_cpu:
+        declared["sleep_on_idle"] = True  # an idle scheduler polls, which on a CPU takes one of the cores that compute
     return declared
+
+
+def speculates(view: Any, settings: Settings) -> bool:
+    """Whether the server decodes speculatively: by our switch or by SGLang's flag."""
+    return settings.speculation != "off" or view.speculative_algorithm is not None
+
+
+def speculative(config: V41Config) -> dict[str, Any]:
+    """The only values that fit a checkpoint with a draft head: SGLang reserves room for a whole block and the token
+    before it."""
+    return {
+        "speculative_algorithm": algorithm.NAME,
+        "speculative_num_steps": config.draft_block,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": config.draft_block + 1,
+    }
 
 
 def cpu_tokens(config: V41Config, page_size: int, running: int, context: int | None, budget: int) -> int:

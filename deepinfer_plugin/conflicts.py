@@ -33,7 +33,21 @@ REFUSED = {
     "dwdp_size": "distributed weights are not there yet",
     "enable_prefill_cp": "context parallelism is not there yet",
     "nnodes": "one node only so far",
-    "speculative_algorithm": "no speculative algorithm is there yet for this model",
+    "speculative_draft_model_path": "the checkpoint drafts for itself",
+    "speculative_draft_model_quantization": "the checkpoint drafts for itself",
+    "speculative_draft_attention_backend": "the checkpoint drafts for itself",
+    "speculative_draft_kv_cache_dtype": "the formats of pages and windows are part of the model",
+    "speculative_draft_window_size": "the draft window is part of the model",
+    "speculative_draft_sink_size": "the draft window is part of the model",
+    "speculative_token_map": "the checkpoint drafts over its whole vocabulary",
+    "speculative_accept_threshold_single": "acceptance is exact",
+    "speculative_accept_threshold_acc": "acceptance is exact",
+    "speculative_use_rejection_sampling": "acceptance is exact without it",
+    "speculative_use_block_verification": "drafts are verified one by one",
+    "speculative_adaptive": "it changes the draft length, which is part of the model",
+    "speculative_dspark_sps_table_path": "it belongs to SGLang's own DSPARK",
+    "speculative_dspark_confidence_sts_path": "it belongs to SGLang's own DSPARK",
+    "uno_lora_path": "there are no LoRA layers in this network",
     "disaggregation_mode": "prefill/decode disaggregation is not there yet",
     "enable_pdmux": "prefill/decode multiplexing is not there yet",
     "enable_hierarchical_cache": "host tiers of the prefix cache are not there yet",
@@ -122,6 +136,7 @@ def refuse(server_args: Any, config: V41Config, settings: Settings, weight_bytes
         *_refused_fields(server_args),
         *_device(device),
         *_ops(settings, device),
+        *speculation(view, config, settings),
         *_sizes(view, config, settings, weight_bytes, device),
     ]
     if found:
@@ -178,6 +193,30 @@ def _ops(settings: Settings, device: str) -> Iterator[str]:
         select(device, settings.provider, dict(settings.ops))
     except ValueError as error:
         yield str(error)
+
+
+def speculation(view: Any, config: V41Config, settings: Settings) -> Iterator[str]:
+    """Speculative decoding as the checkpoint can do it, and no other."""
+    from .arguments import speculates
+    from .speculative.algorithm import NAME
+
+    given, block = view.speculative_algorithm, config.draft_block
+    if given is not None and given.upper() != NAME:
+        yield f"--speculative-algorithm {given}: legal: {NAME}, or --deepinfer-speculation"
+    elif speculates(view, settings) and not block:
+        yield "--deepinfer-speculation: this checkpoint has no draft head; legal: off"
+    for name, legal in (
+        ("speculative_num_steps", block),
+        ("speculative_num_draft_tokens", block + 1),
+        ("speculative_eagle_topk", 1),
+        ("speculative_dspark_block_size", block),
+        ("speculative_dflash_block_size", block),
+    ):
+        value = getattr(view, name)
+        if value is not None and value != legal:
+            yield f"--{name.replace('_', '-')} {value}: the checkpoint drafts blocks of {block}; legal: {legal}"
+    if speculates(view, settings) and view.enable_watermark:
+        yield "--enable-watermark: it is not applied to verified drafts; add --deepinfer-speculation off"
 
 
 def _memory(device: str) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+SPECULATION = ("off", "fixed", "scheduled")
 ATTRIBUTE = "_deepinfer_flags"  # where ServerArgs carries them: field name -> text
 
 
@@ -37,6 +38,12 @@ def _profile(text: str) -> str:
 
     if text not in PROFILES:
         raise _Illegal(", ".join(PROFILES))
+    return text
+
+
+def _speculation(text: str) -> str:
+    if text not in SPECULATION:
+        raise _Illegal(", ".join(SPECULATION))
     return text
 
 
@@ -93,6 +100,13 @@ class Settings:
     ops: tuple[tuple[str, str], ...] = _switch((), _pairs, "Provider of single ops.", "OP=PROVIDER,...")
     cpu_kv_mib: int = _switch(
         256, _mebibytes, "Prefix memory on a machine without accelerator when --max-total-tokens is unset.", "MIB"
+    )
+    speculation: str = _switch(
+        "off",
+        _speculation,
+        "Speculative decoding with the checkpoint's own draft head: off, fixed (every draft is verified) or scheduled "
+        "(as many drafts as pay, by their confidences and the measured cost of a step).",
+        "NAME",
     )
     debug: bool = _switch(False, _flag, "Check on every forward that each state row holds the position it should.")
     # Hooks go in before the command line is read, so this one is a variable only.

@@ -16,7 +16,18 @@ from types import FunctionType
 from typing import Any, Literal
 
 from ..settings import disabled_hooks
-from . import command_line, model_class, page_pool, pool_sizes, replayed_tokens, request_facts, token_range
+from . import (
+    command_line,
+    cut_character,
+    last_location,
+    model_class,
+    page_pool,
+    pool_sizes,
+    replayed_tokens,
+    request_facts,
+    token_locations,
+    token_range,
+)
 from .hook import Hook
 
 SGLANG_VERSION = "0.5.23"
@@ -30,6 +41,9 @@ HOOKS: tuple[Hook, ...] = (
     request_facts.HOOK,
     replayed_tokens.HOOK,
     token_range.HOOK,
+    cut_character.HOOK,
+    last_location.HOOK,
+    token_locations.HOOK,
 )
 
 State = Literal["in place", "switched off", "missing"]

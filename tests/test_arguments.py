@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from deepinfer_plugin.arguments import cpu_tokens, tokens_for_context
+from deepinfer_plugin.conflicts import speculation
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.memory import PageLayout
 from deepinfer_plugin.settings import Settings, SettingsError
@@ -30,8 +33,25 @@ REFUSALS = [
     ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype fp8_e4m3", "part of the model"]),
     ("--quantization fp8", ["--quantization fp8"]),
     ("--dtype float16", ["--dtype float16", "--deepinfer-profile float32"]),
-    ("--speculative-algorithm EAGLE", ["--speculative-algorithm EAGLE", "no speculative algorithm"]),
-    ("--speculative-algorithm NGRAM", ["--speculative-algorithm NGRAM", "no speculative algorithm"]),
+    ("--speculative-algorithm EAGLE", ["--speculative-algorithm EAGLE", "legal: DEEPINFER_DSPARK"]),
+    ("--speculative-algorithm NGRAM", ["--speculative-algorithm NGRAM", "legal: DEEPINFER_DSPARK"]),
+    ("--speculative-algorithm mtp", ["--speculative-algorithm mtp", "legal: DEEPINFER_DSPARK"]),
+    ("--speculative-algorithm DSPARK", ["--speculative-algorithm DSPARK", "legal: DEEPINFER_DSPARK"]),
+    *(
+        (f"{start} {flag} {value}", [f"{flag} {value}", f"legal: {legal}"])
+        for start in ("--speculative-algorithm DEEPINFER_DSPARK", "--deepinfer-speculation fixed")
+        for flag, legal, wrong in (
+            ("--speculative-dspark-block-size", 5, (0, -1, 3, 7)),
+            ("--speculative-num-draft-tokens", 6, (0, -6, 5, 7)),
+            ("--speculative-num-steps", 5, (0, 4, 6)),
+            ("--speculative-eagle-topk", 1, (0, 2)),
+        )
+        for value in wrong
+    ),
+    ("--deepinfer-speculation fixed --speculative-draft-model-path x", ["--speculative-draft-model-path x", "itself"]),
+    ("--deepinfer-speculation fixed --speculative-adaptive", ["--speculative-adaptive", "draft length"]),
+    ("--deepinfer-speculation fixed --enable-watermark", ["--enable-watermark", "--deepinfer-speculation off"]),
+    ("--deepinfer-speculation on", ["--deepinfer-speculation='on'", "legal: off, fixed, scheduled"]),
     ("--enable-hierarchical-cache", ["--enable-hierarchical-cache", "not there yet"]),
     ("--disaggregation-mode prefill", ["--disaggregation-mode prefill", "not there yet"]),
     ("--cpu-offload-gb 4", ["--cpu-offload-gb 4"]),
@@ -72,6 +92,10 @@ ACCEPTED = [
     "--disable-radix-cache",
     "--attention-backend deepinfer",
     "--dtype bfloat16",
+    "--deepinfer-speculation fixed",
+    "--deepinfer-speculation scheduled",
+    "--deepinfer-speculation fixed --speculative-dspark-block-size 5 --speculative-num-draft-tokens 6",
+    "--speculative-algorithm deepinfer_dspark --speculative-num-steps 5 --speculative-eagle-topk 1",
     "--reasoning-parser deepseek-v41 --tool-call-parser deepseekv41",
     "--deepinfer-profile float32 --deepinfer-debug --deepinfer-ops linear=reference",
 ]
@@ -112,6 +136,8 @@ def answers(tiny, broken):
         "default": ("resolved", {"argv": argv()}),
         "given": ("resolved", {"argv": argv(given)}),
         "small": ("resolved", {"argv": argv("--max-total-tokens 1000")}),
+        "speculation": ("resolved", {"argv": argv("--deepinfer-speculation fixed")}),
+        "speculation by SGLang's flag": ("resolved", {"argv": argv("--speculative-algorithm DEEPINFER_DSPARK")}),
         "exact": ("resolved", {"argv": argv("--deepinfer-exact-prefix --deepinfer-profile float32")}),
         "variables": (
             "resolved",
@@ -165,6 +191,8 @@ EXPECTED = {
     "quantization": None,
     "reasoning_parser": "deepseek-v41",
     "sampling_backend": "pytorch",
+    "sleep_on_idle": True,
+    "speculative_algorithm": None,
     "tool_call_parser": "deepseekv41",
 }
 
@@ -193,6 +221,17 @@ def test_exact_mode(answers):
     assert answers["variables"]["arguments"]["max_total_tokens"] < answers["exact"]["arguments"]["max_total_tokens"]
 
 
+@pytest.mark.parametrize("name", ["speculation", "speculation by SGLang's flag"])
+def test_speculation_takes_its_numbers_from_the_checkpoint(answers, tiny, name):
+    block = V41Config.load(tiny).draft_block
+    arguments = answers[name]["arguments"]
+    assert arguments["speculative_algorithm"] == "DEEPINFER_DSPARK"
+    assert arguments["speculative_num_steps"] == block
+    assert arguments["speculative_num_draft_tokens"] == block + 1
+    assert arguments["speculative_eagle_topk"] == 1
+    assert arguments["disable_overlap_schedule"] is False
+
+
 @pytest.mark.parametrize("index", range(len(REFUSALS)), ids=[line for line, _ in REFUSALS])
 def test_refused_by_name(answers, index):
     error = answers["refused"][index]
@@ -209,6 +248,16 @@ def test_every_conflict_at_once(answers):
     (error,) = answers["all at once"]
     for word in ("--pp-size 2", "--enable-lora", "--page-size 63", "--kv-cache-dtype bfloat16"):
         assert word in error
+
+
+def test_no_speculation_without_a_draft_head(tiny):
+    headless = dataclasses.replace(V41Config.load(tiny), dspark=None)
+    given = {f"speculative_{name}": None for name in ("num_steps", "num_draft_tokens", "eagle_topk")}
+    given |= {"speculative_dspark_block_size": None, "speculative_dflash_block_size": None}
+    view = SimpleNamespace(speculative_algorithm=None, enable_watermark=False, **given)
+    (conflict,) = speculation(view, headless, Settings(speculation="fixed"))
+    assert "no draft head; legal: off" in conflict
+    assert list(speculation(view, headless, Settings(speculation="off"))) == []
 
 
 def test_a_mistyped_variable_is_not_ignored(answers):

@@ -187,7 +187,7 @@ def test_replayed_tokens_is_one_number_however_it_is_streamed():
     assert meta_info == {}, "nothing of ours without the scheduler's number"
 
 
-def test_token_ids_outside_the_vocabulary_are_refused():
+def test_prompts_the_network_cannot_read_are_refused():
     def manager(architecture):
         config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]), vocab_size=10)
         return SimpleNamespace(model_config=config)
@@ -195,11 +195,16 @@ def test_token_ids_outside_the_vocabulary_are_refused():
     def check(input_ids, architecture=ARCHITECTURE):
         validate_one_request(lambda *args: None, manager(architecture), None, input_ids)
 
-    for legal in (None, [], [0, 9]):
-        check(legal)
+    check([0, 9])
+    for nothing in (None, []):
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            check(nothing)
+    with pytest.raises(ValueError, match="input_embeds is not supported"):
+        validate_one_request(lambda *args: None, manager(ARCHITECTURE), SimpleNamespace(input_embeds=[[0.0]]), [1])
     for wrong in ([3, 10], [-1, 3]):
         with pytest.raises(
             ValueError, match=rf"input_ids contains {wrong[0] if wrong[0] < 0 else wrong[1]}; legal: 0 to 9"
         ):
             check(wrong)
     check([3, 10], "LlamaForCausalLM")
+    check([], "LlamaForCausalLM")

@@ -1,0 +1,265 @@
+"""How many rows the next verification gets, and which drafts get them.
+
+A request always verifies its anchor, the newest token, and may add a prefix of its drafts. A row costs time and earns,
+on average, the survival of its draft: the chance that this draft and all before it are accepted. The plan maximises
+
+    (requests + survival of the drafts taken) / seconds of a step with so many rows.
+
+Two decisions, on two sides. The **total** is an integer the host needs before it can launch a step, so it is made
+there (``Planner``, numpy) from confidences the host has already seen, those of the previous drafts. The **split** of
+the total is made on the device from the confidences of the drafts at hand (``allocate``, torch), without a word from
+the host.
+
+This is also what keeps rejection sampling exact: whether draft j is verified must not depend on how draft j or a later
+one was drawn. The total depends on the past alone. In the split, draft j is taken iff it ranks high enough, its rank
+is decided by its own survival -- made of drafts before it -- and by other requests, and never by later drafts of
+its own, which rank behind it (survival is non-increasing and ties go to the lower index). A total computed from the
+newest confidences would break this: a promising draft j+1 would raise it and so let its own predecessor be verified.
+A host that has the newest confidences at hand may use them if it looks at them one by one (``Planner.plan_newest``).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .calibration import Reliability
+from .step_cost import StepCost
+
+logger = logging.getLogger(__name__)
+
+LAG = 2  # a plan may use the confidences of drafts made this many rounds ago, or earlier
+FEW = 16  # requests up to which the newest confidences are worth a look: more speak for each other
+
+
+def survival(confidences: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities [B, K] -> (survival float32 [B, K], how many confidences were NaN: int64 []).
+
+    NaN counts as 0 and what lies outside 0..1 is clamped, so a row never increases: rounding is monotonic as long as
+    products are made from left to right. A device's ``cumprod`` promises no order, hence the loop.
+    """
+    broken = confidences.isnan()
+    survivals = torch.where(broken, 0, confidences).float().clamp_(0, 1)
+    columns = survivals.unbind(dim=1)
+    for before, own in zip(columns, columns[1:], strict=False):
+        own.mul_(before)
+    return survivals, broken.sum()
+
+
+def allocate(
+    survivals: Tensor,
+    total: int,
+    limits: Tensor | None = None,
+    contexts: Tensor | None = None,
+    price: float | Tensor = 0.0,
+) -> Tensor:
+    """Split ``total`` verify rows: int64 [B] rows of each request, anchor included, on the device of ``survivals``.
+
+    survivals: [B, K] of the newest drafts. total: at least B (ValueError). limits: int64 [B] most drafts a request
+    may verify, 0 for one without drafts; None: K. contexts: [B] tokens a request attends to, and price: survival a
+    row must bring per context token (``Plan.price``); None: all rows cost the same.
+
+    The sum is ``total`` unless the limits do not allow so many. The best drafts win, ties go to the lower index.
+    """
+    count, block = survivals.shape
+    if total < count:
+        raise ValueError(f"total: {count} requests need a row each, got {total}")
+    taken = _ranking(survivals, limits, contexts, price)[: total - count]
+    owner = taken // block
+    usable = torch.ones_like(owner) if limits is None else (taken % block < limits[owner]).long()
+    return torch.ones(count, dtype=torch.int64, device=survivals.device).scatter_add_(0, owner, usable)
+
+
+def _ranking(survivals: Tensor, limits: Tensor | None, contexts: Tensor | None, price: float | Tensor) -> Tensor:
+    """Flat indices of all drafts in the order in which they are worth a row."""
+    scores = survivals if contexts is None else survivals - price * contexts[:, None]
+    if limits is not None:
+        position = torch.arange(survivals.shape[1], device=scores.device)
+        scores = scores.masked_fill(position >= limits[:, None], -torch.inf)
+    return scores.flatten().sort(descending=True, stable=True).indices
+
+
+class LaggedSurvival:
+    """What the host knows of survivals, by state slot: written when a copy from the device has arrived, read when a
+    later round is planned."""
+
+    def __init__(self, slots: int, block: int):
+        self._values = np.zeros((2 * LAG, slots, block), dtype=np.float32)
+        self._rounds = np.full((2 * LAG, slots), -1, dtype=np.int64)
+        self._owners = np.zeros((2 * LAG, slots), dtype=np.int64)
+
+    def record(
+        self, round: int, slots: NDArray[np.integer], owners: NDArray[np.integer], survivals: NDArray[np.floating]
+    ) -> None:
+        """Survivals [R, K] of the drafts made in ``round``. owners: [R] anything that tells a slot's successive
+        requests apart."""
+        page = round % len(self._values)
+        self._values[page, slots] = survivals
+        self._rounds[page, slots] = round
+        self._owners[page, slots] = owners
+
+    def read(
+        self,
+        round: int,
+        slots: NDArray[np.integer],
+        owners: NDArray[np.integer],
+        drafted: NDArray[np.bool_],
+        finished: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.float32]:
+        """[R, K]: what a plan of ``round`` may use. A request without a record (it just came) counts as 1 if it has
+        drafts (``drafted`` bool [R]) and 0 if not; one known to have ended since (``finished``) as 0."""
+        page = (round - LAG) % len(self._values)
+        known = (self._rounds[page, slots] == round - LAG) & (self._owners[page, slots] == owners)
+        result = np.where(known[:, None], self._values[page, slots], drafted[:, None].astype(np.float32))
+        if finished is not None:
+            result[finished] = 0
+        return result
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round's budget."""
+
+    total: int  # verify rows, anchors included
+    price: float  # for ``allocate``: survival a row must bring per token of its request's context
+    tokens: float  # expected to be emitted; NaN if nothing was planned
+    seconds: float  # the step is expected to take; NaN if its cost is not known
+
+
+class Planner:
+    """Chooses the total. Not thread-safe; one per rank."""
+
+    def __init__(self, cost: StepCost, block: int):
+        self.cost, self.block = cost, block
+        self.reliability = Reliability()
+        self._usual = np.full(block, 0.5)  # mean survival per position over recent rounds
+        self._rate = 0.0  # tokens per second of the last plan: what a second is worth
+        self._told = False
+
+    def plan(
+        self,
+        survivals: NDArray[np.floating],
+        contexts: NDArray[np.integer] | None = None,
+        limits: NDArray[np.integer] | None = None,
+    ) -> Plan:
+        """survivals: [R, K] from ``LaggedSurvival.read``, R >= 1. contexts: int [R] tokens each request attends to;
+        None: short. limits: int [R] most drafts a request may verify; None: K.
+
+        The global maximum over all totals: step time is a staircase and may have bumps, so the first total that is
+        worse than its predecessor says nothing.
+        """
+        count, block = survivals.shape
+        slots = self._slots(count, limits)
+        if not self.cost.profiled:
+            return self._verify_all(count + slots)
+        expected = self._expect(survivals)
+        price = self._price(contexts)
+        scores = expected - price * contexts[:, None] if contexts is not None and price else expected
+        if limits is not None:
+            scores = np.where(np.arange(block) < limits[:, None], scores, -1.0)
+        order = _descending(scores)[:slots]
+        seconds = self._seconds(count, slots, contexts)
+        if contexts is not None:
+            seconds[1:] += self.cost.row_context * contexts[order // block].cumsum()
+        tokens = np.concatenate([[count], count + expected.ravel()[order].cumsum()])
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        self._rate = float(rates[best])
+        return Plan(count + best, price, float(tokens[best]), float(seconds[best]))
+
+    def plan_newest(
+        self,
+        survivals: Tensor,
+        contexts: NDArray[np.integer] | None = None,
+        limits: NDArray[np.integer] | None = None,
+    ) -> Plan:
+        """A plan from the drafts at hand, for a host that has their survivals (float32 [R, K], CPU) before it must
+        launch: on a CPU, or where a step waits anyway. For up to FEW requests it beats a guess from earlier drafts.
+
+        Exact because it is blind ahead: drafts are revealed in the order in which rows go to them, each request's
+        next one as soon as its predecessor has a row, and whether to go on is decided from those alone. What lies
+        behind them is guessed from what is usual, so a step of the staircase can be climbed for the sake of what
+        probably waits on it.
+        """
+        count, block = survivals.shape
+        slots = self._slots(count, limits)
+        if not self.cost.profiled:
+            return self._verify_all(count + slots)
+        price = self._price(contexts)
+        order = _ranking(
+            survivals,
+            None if limits is None else torch.from_numpy(limits),
+            None if contexts is None else torch.from_numpy(contexts),
+            price,
+        ).numpy()
+        expected = self.reliability(survivals.numpy())
+        seconds = self._seconds(count, slots, contexts)
+        row_cost = np.zeros(count) if contexts is None else self.cost.row_context * contexts
+        fee = np.zeros(count) if contexts is None else price * contexts
+        onward = np.triu(np.minimum(self._usual / np.maximum(self._usual[:, None], 1e-6), 1))  # [from, to] survival
+        onward = np.concatenate([onward, np.zeros((1, block))])
+        position, everyone = np.arange(block), np.arange(count)
+        last = np.full(count, block) if limits is None else limits.clip(max=block)
+        revealed = np.zeros(count, dtype=np.int64)
+        tokens, taken = float(count), 0
+        while taken < slots:
+            heads = expected[everyone, revealed.clip(max=block - 1)]
+            guesses = heads[:, None] * onward[revealed]
+            ahead = (position >= revealed[:, None]) & (position < last[:, None])
+            scores = np.where(ahead, guesses - fee[:, None], -np.inf)
+            best_first = np.argsort(-scores, axis=None)[: slots - taken]
+            hoped = tokens + guesses.ravel()[best_first].cumsum()
+            rates = hoped / (seconds[taken + 1 :] + row_cost[best_first // block].cumsum())
+            if rates.max() <= tokens / seconds[taken]:
+                break
+            owner, depth = divmod(int(order[taken]), block)
+            tokens += float(expected[owner, depth])
+            revealed[owner] += 1
+            taken += 1
+            seconds[taken:] += row_cost[owner]
+        self._rate = tokens / float(seconds[taken])
+        self._learn_usual(expected)
+        return Plan(count + taken, price, tokens, float(seconds[taken]))
+
+    def _slots(self, count: int, limits: NDArray[np.integer] | None) -> int:
+        return count * self.block if limits is None else int(np.minimum(limits, self.block).sum())
+
+    def _price(self, contexts: NDArray[np.integer] | None) -> float:
+        return self._rate * self.cost.row_context if contexts is not None and self.cost.context_split_known else 0.0
+
+    def _seconds(self, count: int, slots: int, contexts: NDArray[np.integer] | None) -> NDArray[np.float64]:
+        """By drafts taken, what attending to contexts costs the anchors included."""
+        attended = 0 if contexts is None else contexts.sum()
+        anchors = (self.cost.request_context + self.cost.row_context) * attended
+        return self.cost.steps(count, count + slots) + anchors
+
+    def _expect(self, survivals: NDArray[np.floating]) -> NDArray[np.float64]:
+        """What the drafts at hand will survive, judged by the previous ones of the same requests.
+
+        Few requests are a poor sample, and the best guess lies between what they just had and what is usual: the
+        usual counts as one request more. Many requests speak for themselves.
+        """
+        expected = self.reliability(survivals)
+        count = len(expected)
+        self._learn_usual(expected)
+        return expected + (self._usual - expected) / (count + 1)
+
+    def _learn_usual(self, expected: NDArray[np.float64]) -> None:
+        self._usual += 0.01 * (expected.mean(axis=0) - self._usual)
+
+    def _verify_all(self, total: int) -> Plan:
+        if not self._told:
+            logger.warning("speculation is unprofiled, verify all: %s", self.cost.why_unprofiled)
+            self._told = True
+        return Plan(total, 0.0, np.nan, np.nan)
+
+
+def _descending(scores: NDArray[np.floating]) -> NDArray[np.intp]:
+    """Flat indices, best score first, ties to the lower index. Scores are compared in steps of 2**-15, which decides
+    no total and lets numpy sort by radix, several times faster; what is -1 or less comes last."""
+    return np.argsort((scores.clip(-1, 1) * -32767).astype(np.int16), axis=None, kind="stable")

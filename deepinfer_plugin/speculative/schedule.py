@@ -1,0 +1,137 @@
+"""Which drafts the next verification gets rows for: the planner's decisions, fed and applied batch by batch.
+
+Nothing here waits for the device. The number of rows is planned from confidences of two rounds ago, which have long
+arrived; the split is made on the device from the newest. What a verification found is read when SGLang has its result
+on the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .calibration import Temperatures
+from .metrics import SpeculationMetrics
+from .planner import LAG, LaggedSurvival, Plan, Planner, allocate, survival
+from .step_cost import StepCost
+from .verify import VerifyRows
+
+
+class Moment:
+    """A point in the device's work, to be asked only for points that have passed."""
+
+    def __init__(self, device: torch.device | str):
+        self.event, self.seconds = None, 0.0
+        if torch.device(device).type == "cpu":
+            self.seconds = time.perf_counter()
+        else:
+            self.event = torch.get_device_module(device).Event(enable_timing=True)
+            self.event.record()
+
+    def until(self, later: Moment) -> float:
+        """Seconds."""
+        if self.event is None:
+            return later.seconds - self.seconds
+        return self.event.elapsed_time(later.event) / 1e3
+
+
+@dataclass
+class Round:
+    """One verification, from its plan until its result is on the host."""
+
+    plan: Plan
+    rows: VerifyRows
+    limits: NDArray[np.int64]  # [B] drafts each request had to offer
+    contexts: NDArray[np.int64]  # [B] tokens each request attends to
+    survivals: Tensor  # float32 [B, K] on the host, as are
+    lengths: Tensor  # the rows given to each request, int64 [B]
+    start: Moment
+    verified: Moment | None = None
+    end: Moment | None = None
+
+
+class Schedule:
+    """``slots`` state slots of requests that draft ``block`` tokens a round."""
+
+    def __init__(self, cost: StepCost, slots: int, block: int, device: torch.device | str):
+        self.block, self.device = block, device
+        self.planner, self.metrics = Planner(cost, block), SpeculationMetrics(block)
+        self.temperatures = Temperatures.neutral(block)
+        self.newest = torch.zeros(slots, block, device=device)  # survivals of the drafts at hand
+        self.lagged = LaggedSurvival(slots, block)
+        self.round = 0
+        # Prefills without a decode step in between advance no round, and only the last few matter.
+        self.arriving: deque[tuple[int, NDArray[np.int64], NDArray[np.int64], Tensor]] = deque(maxlen=64)
+        self.running: deque[Round] = deque()
+
+    def drafted(self, slots: Tensor, host_slots: Sequence[int], owners: Sequence[int], logits: Tensor | None) -> None:
+        """Confidences of new drafts: raw logits float32 [B, K], None from a checkpoint without a confidence head,
+        whose drafts count as certain. ``owners`` tell successive requests of a slot apart."""
+        if logits is None:
+            found = torch.ones(len(host_slots), self.block, device=self.device)
+        else:
+            found, _ = survival(self.temperatures.confidences(logits))
+        self.newest[slots] = found
+        host = found.to("cpu", non_blocking=True)
+        self.arriving.append((self.round, np.array(host_slots), np.array(owners), host))
+
+    def rows(
+        self, slots: Tensor, host_slots: Sequence[int], owners: Sequence[int], limits: list[int], contexts: list[int]
+    ) -> VerifyRows:
+        """Rows of the next verification. limits: drafts each request may verify, 0 .. block; contexts: about how many
+        tokens each attends to."""
+        self.round += 1
+        while self.arriving and self.arriving[0][0] <= self.round - LAG:
+            made, its_slots, its_owners, found = self.arriving.popleft()
+            self.lagged.record(made, its_slots, its_owners, found.numpy())
+        most = np.array(limits)
+        before = self.lagged.read(self.round, np.array(host_slots), np.array(owners), most > 0)
+        plan = self.planner.plan(before, np.array(contexts), most)
+        survivals = self.newest[slots]
+        lengths = allocate(
+            survivals,
+            plan.total,
+            torch.tensor(limits, device=self.device),
+            torch.tensor(contexts, device=self.device),
+            plan.price,
+        )
+        rows = VerifyRows(lengths, plan.total, self.block + 1)
+        host = (survivals.to("cpu", non_blocking=True), lengths.to("cpu", non_blocking=True))
+        self.running.append(Round(plan, rows, most, np.array(contexts), *host, Moment(self.device)))
+        return rows
+
+    def verified(self) -> None:
+        """The forward of the newest round has been launched."""
+        self.running[-1].verified = Moment(self.device)
+
+    def ended(self) -> None:
+        """Everything of the newest round has been launched, drafting included."""
+        self.running[-1].end = Moment(self.device)
+
+    def learn(self, accepted: Sequence[int]) -> None:
+        """The oldest round's result is on the host: right drafts of each request [B]."""
+        done = self.running.popleft()
+        assert done.verified is not None and done.end is not None
+        survivals, verified, right = done.survivals.numpy(), done.lengths.numpy() - 1, np.array(accepted)
+        forward, rest = done.start.until(done.verified), done.verified.until(done.end)
+        cost, contexts = self.planner.cost, done.contexts
+        cost.observe(done.rows.total, forward, int(((verified + 1) * contexts).sum()), int(contexts.sum()))
+        cost.observe_sampler(len(contexts), rest)
+        self.planner.reliability.observe(survivals, verified, right)
+        self.metrics.observe(
+            done.limits,
+            verified,
+            right,
+            survivals,
+            planned_rows=done.plan.total,
+            planned_tokens=done.plan.tokens,
+            planned_seconds=done.plan.seconds,
+            real_seconds=forward + rest,
+        )

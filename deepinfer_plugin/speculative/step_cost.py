@@ -1,0 +1,245 @@
+"""What a step of so many rows costs: measured at start, cached on disk, corrected while serving, never guessed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+FLAT = 0.01  # a curve that rises by less than this fraction says nothing about the price of a row
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one step at some row counts, with a short context.
+
+    padded: a step runs at the next measured count (captured graphs), so time is a staircase; else the counts are
+    samples of a smooth curve (eager). Beyond the last count: along the line through the last two, never falling.
+    row_context, request_context: seconds per context token that each row, or each request whatever its rows, adds;
+    None: not measured.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    padded: bool
+    row_context: float | None = None
+    request_context: float | None = None
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
+        if not self.rows or len(self.rows) != len(self.seconds) or not ascending or self.rows[0] < 1:
+            raise ValueError(f"a curve needs ascending row counts from 1 and as many timings, got {self.rows}")
+        if not all(np.isfinite(second) and second > 0 for second in self.seconds):
+            raise ValueError(f"a curve needs positive timings, got {self.seconds}")
+
+    @property
+    def flat(self) -> bool:
+        return max(self.seconds) <= min(self.seconds) * (1 + FLAT)
+
+    def at(self, rows: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Seconds at these row counts."""
+        known, seconds = np.array(self.rows), np.array(self.seconds)
+        inside = seconds[np.searchsorted(known, rows).clip(max=len(known) - 1)]
+        if not self.padded:
+            inside = np.interp(rows, known, seconds)
+        slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])) if len(known) > 1 else 0.0
+        return inside + slope * np.maximum(rows - known[-1], 0)
+
+    def table(self) -> str:
+        """The curve as text: a line per row count with its time, the price of a row since the line before, a bar."""
+        widest = max(self.seconds)
+        lines = [f"{'rows':>6} {'ms':>9} {'us/row':>9}"]
+        for index, (rows, second) in enumerate(zip(self.rows, self.seconds, strict=True)):
+            step = (second - self.seconds[index - 1]) / (rows - self.rows[index - 1]) if index else second / rows
+            lines.append(f"{rows:>6} {second * 1e3:>9.3f} {step * 1e6:>9.1f}  {'#' * round(40 * second / widest)}")
+        if self.row_context is not None and self.request_context is not None:
+            lines.append(
+                f"per 1000 tokens of context: {self.row_context * 1e9:.3f} us a row, "
+                f"{self.request_context * 1e9:.3f} us a request"
+            )
+        return "\n".join(lines)
+
+    def plot(self, width: int = 72, height: int = 16) -> str:
+        """The curve as a text plot, time over rows, at the resolution of characters."""
+        columns = np.linspace(1, self.rows[-1], width)
+        values = self.at(np.ceil(columns).astype(np.int64))
+        top = values.max()
+        level = np.ceil(values / top * height).astype(int)
+        lines = [
+            f"{top * 1e3 * line / height:>9.2f} |" + "".join("#" if filled >= line else " " for filled in level)
+            for line in range(height, 0, -1)
+        ]
+        axis = [" " * 10 + "+" + "-" * width, f"{'rows':>10} 1{self.rows[-1]:>{width - 1}}"]
+        return "\n".join([f"{'ms':>9}", *lines, *axis])
+
+
+def trimmed_mean(seconds: Sequence[float]) -> float:
+    """Without the fastest and the slowest, if there are at least three."""
+    kept = sorted(seconds)[1:-1] if len(seconds) > 2 else list(seconds)
+    return sum(kept) / len(kept)
+
+
+def measure(run: Callable[[int], float], rows: Sequence[int], padded: bool, repeats: int = 5, warmup: int = 1) -> Curve:
+    """run(row count) performs one step and returns its seconds."""
+    timings = []
+    for count in rows:
+        for _ in range(warmup):
+            run(count)
+        timings.append(trimmed_mean([run(count) for _ in range(repeats)]))
+    return Curve(tuple(rows), tuple(timings), padded)
+
+
+def measure_context(
+    curve: Curve, run: Callable[[int, int, int], float], rows: int, block: int, context: int, repeats: int = 5
+) -> Curve:
+    """The curve with the price of context, from one long and one wide batch of equally many rows.
+
+    run(row count, rows per request, context tokens) performs one step. rows: a multiple of block + 1.
+    """
+    base = float(curve.at(np.array([rows]))[0])
+    wide, deep = (
+        trimmed_mean([run(rows, each, context) for _ in range(repeats)]) - base for each in (1, block + 1)
+    )  # rows requests of one row; rows / (block + 1) requests of block + 1 rows
+    requests = rows // (block + 1)
+    request = max(0.0, (wide - deep) / ((rows - requests) * context))
+    row = max(0.0, wide / (rows * context) - request)
+    return replace(curve, row_context=row, request_context=request)
+
+
+class StepCost:
+    """The curve, and what serving has taught since about context length and about the sampler.
+
+    The curve is measured with short contexts and without sampling. What a real step took beyond it is explained by
+    the tokens attended to -- by every row, or once per request -- and by the number of sequences sampled for.
+    """
+
+    WINDOW, ENOUGH, REFIT = 256, 16, 32  # steps kept, needed, and between two fits
+    SPREAD = 0.5  # rows per request must vary by this much before rows and requests can be told apart
+    SAMPLER_WINDOW, SAMPLER_ENOUGH = 9, 5
+
+    def __init__(self, curve: Curve | None):
+        self.curve = curve
+        self.row_context = (curve and curve.row_context) or 0.0  # seconds per row and context token
+        self.request_context = (curve and curve.request_context) or 0.0  # seconds per request and context token
+        self.context_split_known = curve is not None and curve.row_context is not None
+        self._table = np.zeros(0)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
+        self._observed = 0
+        self._sampler: dict[int, deque[float]] = {}
+        self._sampler_all: deque[float] = deque(maxlen=self.WINDOW)
+
+    @property
+    def profiled(self) -> bool:
+        """False: there is no curve, or a flat one, and every draft is verified. A gauge."""
+        return self.curve is not None and not self.curve.flat
+
+    @property
+    def why_unprofiled(self) -> str:
+        return "no step-cost curve" if self.curve is None else "the step-cost curve is flat, rows look free"
+
+    def steps(self, least: int, most: int) -> NDArray[np.float64]:
+        """Seconds of steps of ``least`` requests and least..most rows, without context."""
+        assert self.curve is not None
+        if len(self._table) <= most:
+            self._table = self.curve.at(np.arange(2 * most + 1))
+        return self._table[least : most + 1] + self.sampler(least)
+
+    def sampler(self, sequences: int) -> float:
+        """Seconds that sampling and drafting for so many sequences add to a step: a median, 0 if never observed."""
+        own = self._sampler.get(sequences, ())
+        window = own if len(own) >= self.SAMPLER_ENOUGH else self._sampler_all
+        return float(np.median(window)) if window else 0.0
+
+    def observe_sampler(self, sequences: int, seconds: float) -> None:
+        self._sampler.setdefault(sequences, deque(maxlen=self.SAMPLER_WINDOW)).append(seconds)
+        self._sampler_all.append(seconds)
+
+    def observe(self, rows: int, seconds: float, row_tokens: int, request_tokens: int) -> None:
+        """A verification of ``rows`` rows took ``seconds``, sampler excluded. row_tokens: context tokens summed over
+        rows; request_tokens: summed over requests."""
+        if self.curve is None or request_tokens <= 0:
+            return
+        beyond = seconds - float(self.curve.at(np.array([rows]))[0])
+        self._steps.append((row_tokens / request_tokens, beyond / request_tokens))
+        self._observed += 1
+        if len(self._steps) >= self.ENOUGH and self._observed % self.REFIT == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        """beyond / request_tokens = request_context + row_context * (rows per request, weighted by context).
+
+        Medians all the way: the slope is the median over pairs of steps (Theil-Sen), the rest a median of residuals.
+        Where rows per request hardly vary, the two cannot be told apart: a split known before is kept, and
+        without one everything is booked on rows, which sizes the total as if rows were to blame but ranks nobody.
+        """
+        depth, excess = np.array(self._steps).T
+        low, high = np.quantile(depth, [0.1, 0.9])
+        if high - low >= self.SPREAD:
+            run, rise = (values[:, None] - values for values in (depth, excess))
+            far = run >= self.SPREAD
+            self.row_context = max(0.0, float(np.median(rise[far] / run[far])))
+            self.context_split_known = True
+        elif not self.context_split_known:
+            self.row_context = max(0.0, float(np.median(excess / depth)))
+        self.request_context = max(0.0, float(np.median(excess - self.row_context * depth)))
+
+
+@dataclass(frozen=True)
+class CurveCache:
+    """Curves on disk, a file per key; ``key`` names everything a timing depends on (model, device, parallel layout,
+    version). A file that is too old, damaged or of another key is as good as none."""
+
+    directory: Path
+    key: Mapping[str, str]
+    max_age: float = 24 * 3600.0  # seconds
+
+    @property
+    def path(self) -> Path:
+        digest = hashlib.sha256(json.dumps(dict(self.key), sort_keys=True).encode()).hexdigest()
+        return self.directory / f"step_cost_{digest[:16]}.json"
+
+    def load(self) -> Curve | None:
+        try:
+            stored = json.loads(self.path.read_text(encoding="utf-8"))
+            if stored["format"] != FORMAT or stored["key"] != dict(self.key):
+                raise ValueError("made by another version or for another setup")
+            age = time.time() - stored["made"]
+            curve = Curve(
+                tuple(stored["rows"]),
+                tuple(stored["seconds"]),
+                stored["padded"],
+                stored["row_context"],
+                stored["request_context"],
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("ignoring step-cost file %s: %s", self.path, error)
+            return None
+        return curve if 0 <= age <= self.max_age else None
+
+    def store(self, curve: Curve) -> None:
+        """Readers see the old file or the new one, never half of one. A directory that cannot be written is logged
+        and costs a measurement at the next start."""
+        content = {"format": FORMAT, "key": dict(self.key), "made": time.time(), **curve.__dict__}
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.directory, prefix=".step_cost_")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file)
+            os.replace(name, self.path)
+        except OSError as error:
+            logger.warning("cannot store the step-cost curve in %s: %s", self.directory, error)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer_plugin.speculative.calibration import CalibrationError, Reliability, Temperatures
+
+
+def file(tmp_path, text):
+    path = tmp_path / "temperatures.json"
+    path.write_text(text)
+    return path
+
+
+def test_temperatures(tmp_path):
+    read = Temperatures.read(file(tmp_path, '{"temperatures": [1, 2.0, 0.5]}'), 3)
+    assert read.values == (1.0, 2.0, 0.5)
+    found = read.confidences(torch.tensor([[2.0, 2.0, 2.0], [1e9, -1e9, torch.nan]]))
+    assert found[0].tolist() == pytest.approx([1 / (1 + math.exp(-x)) for x in (2, 1, 4)])
+    assert found[1, 0] == 1 and 0 < found[1, 1] < 1e-20 and found[1, 2].isnan()
+    assert Temperatures.neutral(3).values == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"temperatures": 1}',
+        '{"temperatures": [1, 1]}',
+        '{"temperatures": [1, 0, 1]}',
+        '{"temperatures": [1, -1, 1]}',
+        '{"temperatures": [1, NaN, 1]}',
+        '{"temperatures": [1, true, 1]}',
+        '{"temperatures": [1, "1", 1]}',
+    ],
+)
+def test_temperatures_refuse(tmp_path, text):
+    with pytest.raises(CalibrationError, match=r"temperatures\.json: .*3 (positive )?numbers"):
+        Temperatures.read(file(tmp_path, text), 3)
+
+
+def test_temperatures_need_their_file(tmp_path):
+    with pytest.raises(CalibrationError, match="absent"):
+        Temperatures.read(tmp_path / "absent.json", 3)
+
+
+def rounds(reliability, predict, really, count=400, requests=16, seed=0):
+    """Drafts of one position whose survival is ``really(x)`` where the head says ``predict(x)``."""
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        x = random.random((requests, 1))
+        accepted = (random.random((requests, 1)) < really(x)).sum(axis=1)
+        reliability.observe(predict(x), np.ones(requests, int), accepted)
+
+
+def test_calibrated_head():
+    reliability = Reliability()
+    assert reliability.error == 0
+    rounds(reliability, lambda x: x, lambda x: x)
+    assert reliability.error < 0.025
+    grid = np.linspace(0, 1, 50)
+    assert np.abs(reliability(grid) - grid).max() < 0.08
+
+
+def test_overconfident_head():
+    reliability = Reliability()
+    rounds(reliability, lambda x: np.sqrt(x), lambda x: x)
+    assert reliability.error == pytest.approx(1 / 6, abs=0.02)  # mean of sqrt(x) - x
+    grid = np.linspace(0.1, 0.95, 20)
+    assert np.abs(reliability(grid) - grid**2).max() < 0.1
+
+
+def test_map_is_increasing_keeps_zero_and_believes_an_unseen_head():
+    reliability = Reliability()
+    grid = np.linspace(0, 1, 400)
+    assert np.abs(reliability(grid) - grid).max() <= 0.5 / Reliability.BINS + 1e-3
+    rounds(reliability, lambda x: x, lambda x: np.full_like(x, 0.1), count=100)
+    rounds(reliability, lambda x: 0.9 + x / 10, lambda x: np.full_like(x, 0.1), count=100)
+    found = reliability(grid)
+    assert found[0] == 0 and (np.diff(found) >= 0).all()
+    assert found[-1] < 0.25  # nothing unseen below may prop it up
+
+
+def test_only_verified_drafts_are_evidence():
+    reliability = Reliability()
+    reliability.observe(np.full((3, 5), 0.5), np.array([0, 2, 5]), np.array([0, 1, 5]))
+    assert reliability.samples.sum() == 7 and reliability.survived.sum() == 6
+    reliability.observe(np.full((3, 5), 0.5), np.zeros(3, int), np.zeros(3, int))
+    assert reliability.samples.sum() == 7
+
+
+def test_old_evidence_fades():
+    reliability = Reliability()
+    rounds(reliability, lambda x: x, lambda x: np.zeros_like(x), count=1000)
+    rounds(reliability, lambda x: x, lambda x: x, count=4000)
+    assert reliability.error < 0.03
+    assert reliability.samples.sum() < 1.1 * Reliability.MEMORY
