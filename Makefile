@@ -37,8 +37,8 @@ serve: $(READY) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json)
 	$(BIN)/python -m sglang.launch_server --model-impl deepinfer --model-path $(MODEL) --port $(PORT)
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --output-format concise .
+	$(BIN)/ruff format --check --quiet .
 
 # mypy does not follow an editable install's path map: give it the package as it is imported.
 typecheck: $(READY)

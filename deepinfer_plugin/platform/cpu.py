@@ -24,8 +24,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """Of the few functions SGLang compiles itself (a penalty, for one): as they are, because code generation needs a
-        C++ compiler and a request must not end the server for want of one."""
+        """Of the few functions SGLang compiles itself (a penalty, for one): as they are, because code generation needs
+        a C++ compiler and a request must not end the server for want of one."""
         return "eager"
 
     def get_dispatch_key_name(self) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ def survival(confidences: Tensor) -> tuple[Tensor, Tensor]:
     broken = confidences.isnan()
     survivals = torch.where(broken, 0, confidences).float().clamp_(0, 1)
     columns = survivals.unbind(dim=1)
-    for before, own in zip(columns, columns[1:], strict=False):
+    for before, own in pairwise(columns):
         own.mul_(before)
     return survivals, broken.sum()
 
