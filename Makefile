@@ -5,15 +5,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 LOCKS  := requirements/cpu.lock requirements/dev.lock
 READY  := $(VENV)/.ready-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-12)
-TINY   := .cache/tiny
-MODEL  ?= $(TINY)
+MODEL  ?= examples/train_tiny/checkpoint
 PORT   ?= 30000
 
 .PHONY: help setup demo serve test lint typecheck unit clean
 help:
-	@echo "make demo                 install, start a server on a tiny V4.1-Flash, stream an answer, print its numbers"
+	@echo "make demo                 install, start a server on a small trained V4.1-Flash, talk to it, print its numbers"
 	@echo "make test                 lint, types, all tests (CPU)"
-	@echo "make serve MODEL=DIR PORT=N   serve a checkpoint (default: the tiny one)"
+	@echo "make serve MODEL=DIR PORT=N   serve a checkpoint (default: the small trained one)"
 	@echo "make setup                only install into $(VENV)"
 
 setup: $(READY)
@@ -27,13 +26,10 @@ $(READY): $(LOCKS) pyproject.toml
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
-$(TINY)/config.json: $(READY) model/tiny.py
-	$(BIN)/deepinfer tiny $(TINY)
+demo: $(READY)
+	$(BIN)/python examples/demo.py --model-path examples/train_tiny/checkpoint
 
-demo: $(READY) $(TINY)/config.json
-	$(BIN)/python examples/demo.py --model-path $(TINY)
-
-serve: $(READY) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json)
+serve: $(READY)
 	$(BIN)/python -m sglang.launch_server --model-impl deepinfer --model-path $(MODEL) --port $(PORT)
 
 lint: $(READY)

@@ -1,5 +1,4 @@
-"""A fresh machine to a served, streamed answer: start a server, chat with it through the OpenAI client, print what it
-cost.
+"""A fresh machine to a served, streamed answer: start a server, talk to it through the OpenAI client, print the cost.
 
 python examples/demo.py --model-path DIR
 """
@@ -9,65 +8,98 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 from openai import OpenAI
 
 from deepinfer_plugin.local_server import LocalServer
 
-SYSTEM = "You are a helpful assistant. " + "Answer briefly and precisely. " * 12
+SYSTEM = "You are a helpful assistant. " + "Answer briefly and precisely. " * 20
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "The city"}},
+            "required": ["city"],
+        },
+    },
+}
+ANSWER = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+ANSWER |= {"required": ["name", "age"], "additionalProperties": False}
 
 
-def stream(client: OpenAI, messages: list[dict[str, str]], max_tokens: int) -> tuple[str, float, float, object]:
-    """One streamed chat completion: its text, seconds to the first token, seconds in all, usage."""
-    started, first, text, usage = time.perf_counter(), 0.0, "", None
-    chunks = client.chat.completions.create(
-        model="default",
-        messages=messages,  # type: ignore[arg-type]
-        max_tokens=max_tokens,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    for chunk in chunks:
-        usage = chunk.usage or usage
-        delta = chunk.choices[0].delta if chunk.choices else None
-        piece = (delta.content or getattr(delta, "reasoning_content", None) or "") if delta else ""
-        if piece:
-            first = first or time.perf_counter() - started
-            text += piece
-            print(piece, end="", flush=True)
-    print()
-    return text, first, time.perf_counter() - started, usage
+class Chat:
+    """One client; prints what it streams and what each request cost."""
+
+    def __init__(self, url: str, max_tokens: int):
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300)
+        self.max_tokens = max_tokens
+
+    def ask(self, messages: list[dict[str, Any]], thinking: bool = False, **options: Any) -> str:
+        print(f"user> {messages[-1]['content']}")
+        started, first, content, usage, mode = time.perf_counter(), 0.0, "", None, ""
+        stream = self.client.chat.completions.create(
+            model="default",
+            messages=messages,
+            max_tokens=self.max_tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"chat_template_kwargs": {"thinking": thinking}},
+            **options,
+        )
+        for chunk in stream:
+            usage = chunk.usage or usage
+            delta = chunk.choices[0].delta if chunk.choices else None
+            for kind, piece in self.pieces(delta):
+                first = first or time.perf_counter() - started
+                print(piece if kind == mode else f"{mode and chr(10)}{kind}> {piece}", end="", flush=True)
+                mode = kind
+                content += piece if kind == "assistant" else ""
+        total = time.perf_counter() - started
+        count = usage.completion_tokens if usage else 0
+        cached = getattr(getattr(usage, "prompt_tokens_details", None), "cached_tokens", 0) or 0
+        rate = f"{(count - 1) / (total - first):.1f} tokens/s" if count > 1 and total > first else "-"
+        prompt = usage.prompt_tokens if usage else 0
+        print(f"\n  [{prompt} prompt tokens, {cached} cached; first after {first:.2f} s; {count} tokens, {rate}]\n")
+        return content
+
+    @staticmethod
+    def pieces(delta: Any) -> list[tuple[str, str]]:
+        if delta is None:
+            return []
+        found = [("thinks", getattr(delta, "reasoning_content", None)), ("assistant", delta.content)]
+        for call in delta.tool_calls or ():
+            found += [("calls", call.function.name and f"{call.function.name} "), ("calls", call.function.arguments)]
+        return [(kind, piece) for kind, piece in found if piece]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True)
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--log", default=".cache/demo-server.log")
     args = parser.parse_args()
 
     print(f"starting a server on {args.model_path} (log: {args.log}) ...", flush=True)
     with LocalServer(args.model_path, "--enable-cache-report", log=args.log) as server:
         print(f"ready at {server.url} after {server.ready_s:.1f} s\n")
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
-        messages = [{"role": "system", "content": SYSTEM}]
-        for turn, question in enumerate(("What is speculative decoding?", "And why does a page hold 128 tokens?"), 1):
+        chat = Chat(server.url, args.max_tokens)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+        for question in ("What is a page?", "What is speculative decoding?"):
             messages.append({"role": "user", "content": question})
-            print(f"user> {question}\nassistant> ", end="")
-            text, first, total, usage = stream(client, messages, args.max_tokens)
-            messages.append({"role": "assistant", "content": text})
-            count = getattr(usage, "completion_tokens", 0)
-            details = getattr(usage, "prompt_tokens_details", None)
-            cached = getattr(details, "cached_tokens", 0) or 0
-            rate = (count - 1) / (total - first) if count > 1 and total > first else float("nan")
-            print(
-                f"  turn {turn}: {getattr(usage, 'prompt_tokens', 0)} prompt tokens ({cached} from the prefix cache), "
-                f"first token {first:.2f} s, {count} tokens at {rate:.1f}/s\n"
-            )
+            messages.append({"role": "assistant", "content": chat.ask(messages)})
+        chat.ask([{"role": "user", "content": "What is 12 + 30?"}], thinking=True)
+        chat.ask([{"role": "user", "content": "What is the weather in Paris?"}], tools=[WEATHER])
+        schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": ANSWER, "strict": True}}
+        question = "Anna is 31 years old. Answer in JSON with the keys name and age."
+        chat.ask([{"role": "user", "content": question}], response_format=schema)
         print(f"server memory, all processes: {server.rss_bytes() / 2**30:.2f} GiB")
     print(
-        "The tiny checkpoint has random weights: it exercises every layer kind and format, and its text is noise.\n"
+        "The model was trained for minutes on one GPU: it knows the format, little else (its card is beside it).\n"
         "Serve a real one: make serve MODEL=/path/to/DeepSeek-V4.1-Flash"
     )
     return 0
