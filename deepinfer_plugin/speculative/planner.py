@@ -35,6 +35,7 @@ from .step_cost import StepCost
 logger = logging.getLogger(__name__)
 
 LAG = 2  # a plan may use the confidences of drafts made this many rounds ago, or earlier
+CHARGE = 0.5  # of what a row's context costs, how much its draft must earn; docs/speculative.md: why not all of it
 FEW = 16  # requests up to which the newest confidences are worth a look: more speak for each other
 
 
@@ -161,9 +162,7 @@ class Planner:
         expected = self._expect(survivals)
         price = self._price(contexts)
         scores = expected - price * contexts[:, None] if contexts is not None and price else expected
-        if limits is not None:
-            scores = np.where(np.arange(block) < limits[:, None], scores, -1.0)
-        order = _descending(scores)[:slots]
+        order = _descending(scores, limits)[:slots]
         seconds = self._seconds(count, slots, contexts)
         if contexts is not None:
             seconds[1:] += self.cost.row_context * contexts[order // block].cumsum()
@@ -231,7 +230,9 @@ class Planner:
         return count * self.block if limits is None else int(np.minimum(limits, self.block).sum())
 
     def _price(self, contexts: NDArray[np.integer] | None) -> float:
-        return self._rate * self.cost.row_context if contexts is not None and self.cost.context_split_known else 0.0
+        if contexts is None or not self.cost.context_split_known:
+            return 0.0
+        return CHARGE * self._rate * self.cost.row_context
 
     def _seconds(self, count: int, slots: int, contexts: NDArray[np.integer] | None) -> NDArray[np.float64]:
         """By drafts taken, what attending to contexts costs the anchors included."""
@@ -260,7 +261,10 @@ class Planner:
         return Plan(total, 0.0, np.nan, np.nan)
 
 
-def _descending(scores: NDArray[np.floating]) -> NDArray[np.intp]:
-    """Flat indices, best score first, ties to the lower index. Scores are compared in steps of 2**-15, which decides
-    no total and lets numpy sort by radix, several times faster; what is -1 or less comes last."""
-    return np.argsort((scores.clip(-1, 1) * -32767).astype(np.int16), axis=None, kind="stable")
+def _descending(scores: NDArray[np.floating], limits: NDArray[np.integer] | None) -> NDArray[np.intp]:
+    """Flat indices, best score first, ties to the lower index, what is beyond a limit last. Scores are compared in
+    steps of 1/32000 between -1 and 1, which decides no total and lets numpy sort by radix, several times faster."""
+    keys = (scores.clip(-1, 1) * -32_000).astype(np.int16)
+    if limits is not None:
+        keys[np.arange(scores.shape[1]) >= limits[:, None]] = np.iinfo(np.int16).max
+    return np.argsort(keys, axis=None, kind="stable")

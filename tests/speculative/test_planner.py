@@ -285,6 +285,14 @@ class TestContext:
         seconds = 10e-3 + (plan.total - 1) * 10e-3 / 399 + 1e-8 * float((rows * torch.from_numpy(contexts)).sum())
         assert plan.seconds == pytest.approx(seconds, rel=1e-6)
 
+    def test_limits_hold_however_dear_a_row_is(self):
+        curve = Curve((1, 400), (10e-3, 20e-3), padded=False, row_context=1e-5, request_context=0.0)
+        contexts, limits = np.array([100_000, 100_000, 10]), np.array([2, 0, K])
+        mine = planner(curve)
+        for _ in range(3):
+            plan = mine.plan(certain(3), contexts, limits)
+        assert plan.total == 3 + K and plan.tokens == pytest.approx(3 + K, rel=0.2)
+
     def test_no_ranking_by_context_before_its_price_is_known(self):
         curve = Curve((1, 400), (10e-3, 20e-3), padded=False)
         mine = planner(curve)
