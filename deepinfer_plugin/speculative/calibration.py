@@ -1,7 +1,7 @@
 """From the confidence head's logits to survival probabilities that can be believed.
 
 A confidence is the head's estimate that a draft is accepted if those before it are; the survival of draft j is the
-product of the confidences of drafts 0..j. Two corrections, at the two ends: per-position ``Temperatures`` on the
+product of the confidences of drafts 0..j. Two corrections, at the two ends: a per-position ``Calibration`` of the
 logits, fitted offline and shipped beside a checkpoint, and ``Reliability``, learnt from what really survived.
 """
 
@@ -11,6 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,40 +19,70 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 LOGIT_LIMIT = 60.0
+FILE = "dspark_calibration.json"  # beside the weights
 
 
 class CalibrationError(ValueError):
-    """A temperature file means nothing; names the file, what it has and what is legal."""
+    """A calibration file means nothing; names the file, what it has and what is legal."""
 
 
 @dataclass(frozen=True)
-class Temperatures:
-    """One positive divisor per draft position for the confidence head's logits."""
+class Calibration:
+    """How the confidence head's logits are to be read: sigmoid(logit / temperature + bias), by draft position.
 
-    values: tuple[float, ...]
+    A temperature says how sure the head should be, a bias corrects how often it is right: a head that was trained on
+    given text sees text of the network's own when serving, which is easier to foresee.
+    """
+
+    temperatures: tuple[float, ...]
+    biases: tuple[float, ...]
 
     @classmethod
-    def neutral(cls, block: int) -> Temperatures:
-        return cls((1.0,) * block)
+    def neutral(cls, block: int) -> Calibration:
+        return cls((1.0,) * block, (0.0,) * block)
 
     @classmethod
-    def read(cls, path: str | Path, block: int) -> Temperatures:
-        """``{"temperatures": [t0, ..]}``, one per draft position. CalibrationError for anything else."""
+    def read(cls, path: str | Path, block: int) -> Calibration:
+        """``{"temperatures": [t0, ..], "biases": [b0, ..]}``, one of each per draft position; without biases they are
+        0. CalibrationError for anything else."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))["temperatures"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CalibrationError(f'{path}: expected {{"temperatures": [{block} numbers]}}, got {error!r}') from None
-        numbers = isinstance(values, list) and all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in values
-        )
-        if not numbers or len(values) != block or not all(math.isfinite(value) and value > 0 for value in values):
-            raise CalibrationError(f"{path}: temperatures must be {block} positive numbers, got {values!r}")
-        return cls(tuple(float(value) for value in values))
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            temperatures, biases = content["temperatures"], content.get("biases", [0.0] * block)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CalibrationError(
+                f'{path}: expected {{"temperatures": [{block} numbers], "biases": [{block} numbers]}}, got {error!r}'
+            ) from None
+        if not _numbers(temperatures, block) or min(temperatures) <= 0:
+            raise CalibrationError(f"{path}: temperatures must be {block} positive numbers, got {temperatures!r}")
+        if not _numbers(biases, block):
+            raise CalibrationError(f"{path}: biases must be {block} numbers, got {biases!r}")
+        return cls(tuple(map(float, temperatures)), tuple(map(float, biases)))
 
     def confidences(self, logits: Tensor) -> Tensor:
         """float32 [B, K] -> probabilities float32 [B, K]. NaN stays NaN: ``planner.survival`` counts it."""
-        divisors = torch.tensor(self.values, dtype=torch.float32, device=logits.device)
-        return torch.sigmoid((logits.float() / divisors).clamp(-LOGIT_LIMIT, LOGIT_LIMIT))
+        divisors, biases = torch.tensor([self.temperatures, self.biases], device=logits.device)
+        return torch.sigmoid((logits.float() / divisors + biases).clamp(-LOGIT_LIMIT, LOGIT_LIMIT))
+
+
+def _numbers(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        and all(math.isfinite(value) for value in values)
+    )
+
+
+def calibration_of(model_path: str | Path, file: str | None, block: int) -> Calibration:
+    """From ``file``, or the checkpoint's own ``dspark_calibration.json``, or neutral if it has none.
+
+    Raises:
+        CalibrationError: the file is missing, though named, or means nothing.
+    """
+    own = Path(model_path) / FILE
+    if file is None and not own.exists():
+        return Calibration.neutral(block)
+    return Calibration.read(file or own, block)
 
 
 class Reliability:
@@ -103,13 +134,13 @@ class Reliability:
             middle = (np.arange(self.BINS) + 0.5) / self.BINS
             weight = self.samples + self.PRIOR
             x = (self.predicted + self.PRIOR * middle) / weight
-            y = _increasing((self.survived + self.PRIOR * middle) / weight, weight)
+            y = increasing((self.survived + self.PRIOR * middle) / weight, weight)
             grid = np.arange(self.STEPS + 1) / self.STEPS
             self._map = np.interp(grid, np.concatenate([[0.0], x]), np.concatenate([[0.0], y]))
         return self._map[(survivals * self.STEPS + 0.5).astype(np.int32)]
 
 
-def _increasing(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def increasing(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """The non-decreasing sequence nearest to ``values`` by weighted squares: neighbours out of order share a mean."""
     means: list[float] = []
     masses: list[float] = []

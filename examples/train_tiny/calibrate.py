@@ -1,16 +1,20 @@
-"""Per-position temperatures of the draft head's confidences, and how true the confidences are.
+"""How the draft head's confidences are to be read, and how true they are then.
 
     python examples/train_tiny/calibrate.py CHECKPOINT CORPUS
 
-A confidence is sigmoid(raw / temperature of its position): the chance that a draft is accepted if all before it were.
-Their product up to a position, the survival, is what a scheduler reads. The checkpoint format has no tensor for
-temperatures: they are a JSON file beside the weights, ``{"temperatures": [one per draft position]}``.
+A confidence is sigmoid(raw / temperature + bias) of its position: the chance that a draft is accepted if all before it
+were. Their product up to a position, the survival, is what a scheduler reads. The checkpoint format has no tensors for
+this: it is a JSON file beside the weights, ``{"temperatures": [one per position], "biases": [one per position]}``.
+
+The bias is needed because the head learned on given text and serves on what the network itself writes, which is easier
+to foresee: no temperature alone can raise all confidences.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,9 +25,10 @@ from speculate import Verified, speculate
 from torch import Tensor
 
 from deepinfer_plugin.model import V41
+from deepinfer_plugin.speculative.calibration import FILE, Calibration
 
-FILE = "dspark_calibration.json"
 CANDIDATES = torch.logspace(-1, 1, 201, base=4)  # temperatures 0.25 .. 4
+BIASES = torch.linspace(-2, 2, 81)
 BINS = 10
 
 
@@ -32,25 +37,27 @@ def observations(steps: list[Verified]) -> tuple[Tensor, Tensor]:
     return torch.tensor([step.confidence for step in steps]), torch.tensor([step.accepted for step in steps])
 
 
-def fit(steps: list[Verified]) -> list[float]:
-    """Position by position the temperature under which what happened was likeliest."""
+def fit(steps: list[Verified]) -> Calibration:
+    """Position by position the temperature and bias under which what happened was likeliest."""
     raw, accepted = observations(steps)
-    temperatures = []
+    temperatures, biases = [], []
     for place in range(raw.shape[1]):
         reached = accepted >= place
-        scaled = raw[reached, place, None] / CANDIDATES
-        happened = (accepted[reached] > place).float()[:, None].expand_as(scaled)
-        loss = F.binary_cross_entropy_with_logits(scaled, happened, reduction="none").mean(0)
-        temperatures.append(round(float(CANDIDATES[loss.argmin()]), 4))
-    return temperatures
+        logits = raw[reached, place, None, None] / CANDIDATES[:, None] + BIASES
+        happened = (accepted[reached] > place).float()[:, None, None].expand_as(logits)
+        loss = F.binary_cross_entropy_with_logits(logits, happened, reduction="none").mean(0)
+        temperature, bias = divmod(int(loss.argmin()), len(BIASES))
+        temperatures.append(round(float(CANDIDATES[temperature]), 4))
+        biases.append(round(float(BIASES[bias]), 4))
+    return Calibration(tuple(temperatures), tuple(biases))
 
 
-def calibration_error(steps: list[Verified], temperatures: list[float]) -> float:
+def calibration_error(steps: list[Verified], calibration: Calibration) -> float:
     """Expected calibration error of the survival: over ten bins of the predicted survival of every draft of every
     block, the mean distance between prediction and how often the draft survived.
     """
     raw, accepted = observations(steps)
-    survival = torch.sigmoid(raw / torch.tensor(temperatures)).cumprod(-1).flatten()
+    survival = calibration.confidences(raw).cumprod(-1).flatten()
     survived = (accepted[:, None] > torch.arange(raw.shape[1])).float().flatten()
     which = (survival * BINS).long().clamp(max=BINS - 1)
     zero = torch.zeros(BINS)
@@ -69,10 +76,10 @@ def main() -> None:
     code = windows(corpus.code["calibration"], args.prompts)
     prompts = code_prompts(code, args.prompts) + chat_prompts(corpus.chats["calibration"], args.prompts)
     steps = [step for prompt in prompts for step in speculate(model, prompt, args.tokens)[1]]
-    temperatures = fit(steps)
-    before, after = (calibration_error(steps, t) for t in ([1.0] * len(temperatures), temperatures))
-    print(f"{len(steps)} verifications, error {before:.4f} -> {after:.4f}: {temperatures}")
-    (args.checkpoint / FILE).write_text(json.dumps({"temperatures": temperatures}, indent=2) + "\n", encoding="utf-8")
+    calibration, neutral = fit(steps), Calibration.neutral(model.config.draft_block)
+    before, after = calibration_error(steps, neutral), calibration_error(steps, calibration)
+    print(f"{len(steps)} verifications, error {before:.4f} -> {after:.4f}: {calibration}")
+    (args.checkpoint / FILE).write_text(json.dumps(asdict(calibration), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

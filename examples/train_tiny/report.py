@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from calibrate import FILE as CALIBRATION
 from calibrate import calibration_error
 from heldout import CONTEXT, HeldOut, chat_prompts, code_prompts
 from masters import load_masters
@@ -27,6 +26,7 @@ from training_ops import TrainingOps, Unquantised
 
 from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.weights import checkpoint_bytes
+from deepinfer_plugin.speculative.calibration import Calibration, calibration_of
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 PROMPTS, TOKENS = 24, 64  # continuations of each kind, and their length
@@ -73,7 +73,6 @@ def bf16_losses(path: Path, held_out: HeldOut) -> list[Tensor]:
 
 def figures(path: Path) -> dict[str, Any]:
     model, held_out = V41.load(path), HeldOut.load(path)
-    temperatures = json.loads((path / CALIBRATION).read_text(encoding="utf-8"))["temperatures"]
     code_steps = verifications(model, code_prompts(held_out.code, PROMPTS))
     chat_steps = verifications(model, chat_prompts(held_out.chats, PROMPTS))
     steps, block = code_steps + chat_steps, model.config.draft_block
@@ -93,8 +92,8 @@ def figures(path: Path) -> dict[str, Any]:
         "accept_by_position_code": accept_by_position(code_steps, block),
         "accept_by_position_chat": accept_by_position(chat_steps, block),
         "verifications": len(steps),
-        "ece_before": calibration_error(steps, [1.0] * block),
-        "ece_after": calibration_error(steps, temperatures),
+        "ece_before": calibration_error(steps, Calibration.neutral(block)),
+        "ece_after": calibration_error(steps, calibration_of(path, None, block)),
         "checkpoint_bytes": checkpoint_bytes(path),
     }
 

@@ -67,9 +67,9 @@ SHIPPED = Setting(
     engram_buckets=4096,
     hc_iters=20,
     batch_tokens=32768,
-    target_steps=2000,
+    target_steps=1080,
     target_lr=2e-3,
-    draft_steps=1700,
+    draft_steps=2610,
     draft_lr=1.5e-3,
     anchors=64,
 )

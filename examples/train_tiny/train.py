@@ -1,6 +1,6 @@
 """Train a small V4.1-Flash: text to tokens, the network, then its draft head.
 
-    python examples/train_tiny/train.py DIR                      the shipped size; one GPU, under 20 minutes
+    python examples/train_tiny/train.py DIR                      the shipped size; one GPU, under 10 minutes
     python examples/train_tiny/train.py DIR --setting small      a minute or two on two CPU cores
 
 DIR gets config, tokenizer and corpus, unless they are there already, and then shards of the released checkpoint format,

@@ -6,22 +6,34 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer_plugin.speculative.calibration import CalibrationError, Reliability, Temperatures
+from deepinfer_plugin.speculative.calibration import Calibration, CalibrationError, Reliability, calibration_of
 
 
 def file(tmp_path, text):
-    path = tmp_path / "temperatures.json"
+    path = tmp_path / "calibration.json"
     path.write_text(text)
     return path
 
 
-def test_temperatures(tmp_path):
-    read = Temperatures.read(file(tmp_path, '{"temperatures": [1, 2.0, 0.5]}'), 3)
-    assert read.values == (1.0, 2.0, 0.5)
+def test_calibration(tmp_path):
+    read = Calibration.read(file(tmp_path, '{"temperatures": [1, 2.0, 0.5], "biases": [0, 0, -1]}'), 3)
+    assert read.temperatures == (1.0, 2.0, 0.5) and read.biases == (0.0, 0.0, -1.0)
     found = read.confidences(torch.tensor([[2.0, 2.0, 2.0], [1e9, -1e9, torch.nan]]))
-    assert found[0].tolist() == pytest.approx([1 / (1 + math.exp(-x)) for x in (2, 1, 4)])
+    assert found[0].tolist() == pytest.approx([1 / (1 + math.exp(-x)) for x in (2, 1, 3)])
     assert found[1, 0] == 1 and 0 < found[1, 1] < 1e-20 and found[1, 2].isnan()
-    assert Temperatures.neutral(3).values == (1.0, 1.0, 1.0)
+    unbiased = Calibration.read(file(tmp_path, '{"temperatures": [1, 1, 1]}'), 3)
+    assert unbiased == Calibration.neutral(3)
+
+
+def test_where_a_calibration_comes_from(tmp_path):
+    assert calibration_of(tmp_path, None, 3) == Calibration.neutral(3)
+    (tmp_path / "dspark_calibration.json").write_text('{"temperatures": [2, 2, 2]}')
+    named = tmp_path / "other.json"
+    named.write_text('{"temperatures": [3, 3, 3]}')
+    assert calibration_of(tmp_path, None, 3).temperatures[0] == 2
+    assert calibration_of(tmp_path, str(named), 3).temperatures[0] == 3
+    with pytest.raises(CalibrationError, match="absent"):
+        calibration_of(tmp_path, str(tmp_path / "absent.json"), 3)
 
 
 @pytest.mark.parametrize(
@@ -37,16 +49,19 @@ def test_temperatures(tmp_path):
         '{"temperatures": [1, NaN, 1]}',
         '{"temperatures": [1, true, 1]}',
         '{"temperatures": [1, "1", 1]}',
+        '{"temperatures": [1, 1, 1], "biases": [0, 0]}',
+        '{"temperatures": [1, 1, 1], "biases": [0, Infinity, 0]}',
+        '{"temperatures": [1, 1, 1], "biases": 0}',
     ],
 )
-def test_temperatures_refuse(tmp_path, text):
-    with pytest.raises(CalibrationError, match=r"temperatures\.json: .*3 (positive )?numbers"):
-        Temperatures.read(file(tmp_path, text), 3)
+def test_refused(tmp_path, text):
+    with pytest.raises(CalibrationError, match=r"calibration\.json: .*3 (positive )?numbers"):
+        Calibration.read(file(tmp_path, text), 3)
 
 
-def test_temperatures_need_their_file(tmp_path):
+def test_a_file_must_exist(tmp_path):
     with pytest.raises(CalibrationError, match="absent"):
-        Temperatures.read(tmp_path / "absent.json", 3)
+        Calibration.read(tmp_path / "absent.json", 3)
 
 
 def rounds(reliability, predict, really, count=400, requests=16, seed=0):

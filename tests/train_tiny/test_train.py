@@ -65,17 +65,22 @@ def test_speculation_yields_what_generation_yields(trained):
     assert not steps or 1 <= accept_length(steps) <= 6
 
 
-def test_calibration_finds_the_temperature():
-    """Outcomes drawn from sigmoid(raw / 2) are calibrated by a temperature near 2."""
+def test_calibration_finds_temperature_and_bias():
+    """Outcomes drawn from sigmoid(raw / 2 + 0.5) are calibrated by a temperature near 2 and a bias near 0.5."""
     from calibrate import calibration_error, fit
     from speculate import Verified
 
+    from deepinfer_plugin.speculative.calibration import Calibration
+
     generator = torch.Generator().manual_seed(0)
     raw = 3 * torch.randn(4000, 5, generator=generator)
-    happened = torch.rand(raw.shape, generator=generator) < torch.sigmoid(raw / 2)
+    happened = torch.rand(raw.shape, generator=generator) < torch.sigmoid(raw / 2 + 0.5)
     steps = [
         Verified(int(row.cumprod(0).sum()), values.tolist()) for row, values in zip(happened.int(), raw, strict=True)
     ]
-    temperatures = fit(steps)
-    assert temperatures == pytest.approx([2.0] * 5, rel=0.35) and temperatures[0] == pytest.approx(2.0, rel=0.1)
-    assert calibration_error(steps, temperatures) < 0.02 < calibration_error(steps, [1.0] * 5)
+    found = fit(steps)
+    assert found.temperatures == pytest.approx([2.0] * 5, rel=0.35) and found.temperatures[0] == pytest.approx(
+        2, rel=0.1
+    )
+    assert found.biases == pytest.approx([0.5] * 5, abs=0.4) and found.biases[0] == pytest.approx(0.5, abs=0.15)
+    assert calibration_error(steps, found) < 0.02 < calibration_error(steps, Calibration.neutral(5))
