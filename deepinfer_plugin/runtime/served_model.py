@@ -19,9 +19,8 @@ from deepinfer_plugin.model.profiles import profile_named
 from deepinfer_plugin.model.weights import Checkpoint, load_into
 from deepinfer_plugin.model_impl import config_of
 from deepinfer_plugin.runtime.checks import check_stream_mix, check_window
+from deepinfer_plugin.runtime.threads import compute_threads
 from deepinfer_plugin.settings import Settings
-
-LARGE_HIDDEN = 1024  # from here on a projection of one row is worth a second thread
 
 
 class DeepInferForCausalLM(nn.Module):
@@ -76,12 +75,6 @@ class DeepInferForCausalLM(nn.Module):
             check_window(rows, pool.state, self.network.config.window)
         hidden = self.network(rows, pool.pages, pool.state)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
-
-
-def compute_threads(hidden_size: int, cores: int) -> int:
-    """Threads for the process that computes. Ops of a small model are shorter than the barrier between threads, and on
-    cores shared with the other processes of a server a barrier can cost more than the whole forward."""
-    return cores if hidden_size >= LARGE_HIDDEN else 1
 
 
 class Head(nn.Module):

@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("sglang")
 
 from deepinfer_plugin.model import V41
-from deepinfer_plugin.runtime.served_model import Head, compute_threads
+from deepinfer_plugin.runtime.served_model import Head
+from deepinfer_plugin.runtime.threads import compute_threads
 
 
 def test_a_small_model_computes_on_one_thread():
