@@ -183,5 +183,5 @@ class StatePool:
         length = self.ngrams.shape[1]
         for back in range(1, classes.shape[1] + 1):
             at = positions - back
-            keep = at >= 0
-            self.ngrams[slots[keep], at[keep] % length] = classes[keep, -back]
+            column = at % length  # of a skipped one: some other, which keeps what it has; no wait for the device
+            self.ngrams[slots, column] = torch.where(at >= 0, classes[:, -back], self.ngrams[slots, column])

@@ -20,6 +20,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 from sglang.srt.runtime_context import get_disagg, get_exec, get_schedule
 from torch import Tensor
 
+from deepinfer_plugin.arguments import context_length, tokens_for_context
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.memory import PageLayout, PagePool, StateLayout, StatePool
 from deepinfer_plugin.runtime.memory_plan import CapacityError, gib, plan
@@ -33,15 +34,24 @@ class PoolSizer(MemoryPoolConfigurator):
     def __init__(self, configurator: Any):
         self.config: V41Config = configurator.model.network.config
         self.running_requests = running_requests(configurator.attn_dp_size)
+        self.context = configurator.model_config.context_len
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         """
         Raises:
-            CapacityError: the bytes left cannot hold the state and the smallest page pool.
+            CapacityError: the bytes left cannot hold the state and the smallest page pool, or a request of the whole
+                context would be accepted and then wait for ever.
         """
         sizes = plan(
             self.config, page_size=page_size, running_requests=self.running_requests, budget_bytes=available_bytes
         )
+        if get_schedule().max_total_tokens is None and sizes.tokens < tokens_for_context(self.context, page_size):
+            longest = context_length(self.config, page_size, sizes.tokens)
+            raise CapacityError(
+                f"--context-length {self.context}: the {gib(available_bytes)} left after loading hold {sizes.tokens} "
+                f"tokens; the largest legal value is {longest}, or make room with fewer --max-running-requests than "
+                f"{self.running_requests}"
+            )
         return MemoryPoolConfig(max_total_num_tokens=sizes.tokens)
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:

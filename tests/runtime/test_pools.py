@@ -21,12 +21,14 @@ def pool(small):
 
 @pytest.fixture
 def sizer(small, monkeypatch):
-    def make(running=8, dp=1, **disagg):
-        monkeypatch.setattr(pools, "get_schedule", lambda: SimpleNamespace(max_running_requests=running))
+    def make(running=8, dp=1, context=512, max_tokens=None, **disagg):
+        schedule = SimpleNamespace(max_running_requests=running, max_total_tokens=max_tokens)
+        monkeypatch.setattr(pools, "get_schedule", lambda: schedule)
         values = {"disaggregation_mode": "null", "disaggregation_decode_extra_slots": None, **disagg}
         monkeypatch.setattr(pools, "get_disagg", lambda: SimpleNamespace(**values))
         model = SimpleNamespace(network=SimpleNamespace(config=small))
-        return pools.PoolSizer(SimpleNamespace(model=model, attn_dp_size=dp))
+        model_config = SimpleNamespace(context_len=context)
+        return pools.PoolSizer(SimpleNamespace(model=model, model_config=model_config, attn_dp_size=dp))
 
     return make
 
@@ -154,6 +156,18 @@ def test_sizer_refuses_by_name(small, sizer):
         sizer(running=100_000).calculate_pool_sizes(64 << 20, PAGE)
     with pytest.raises(CapacityError, match="must be declared"):
         sizer(running=None)
+
+
+def test_sizer_refuses_a_context_that_would_wait_for_ever(small, sizer):
+    """A prompt that is accepted and can never be charged hangs; what the memory holds is the limit, to the page."""
+    budget = 5 * StateLayout.of(small).slot_bytes + 20 * pools.PageLayout.of(small, PAGE).page_bytes
+    tokens = sizer(running=4).calculate_pool_sizes(budget, PAGE).max_total_num_tokens
+    longest = tokens // PAGE * PAGE - 2 * PAGE
+    assert sizer(running=4, context=longest).calculate_pool_sizes(budget, PAGE).max_total_num_tokens == tokens
+    with pytest.raises(CapacityError, match=f"--context-length {longest + 1}: .* largest legal value is {longest},"):
+        sizer(running=4, context=longest + 1).calculate_pool_sizes(budget, PAGE)
+    # With a cap of the user's the context was cut to fit when arguments were resolved.
+    sizer(running=4, context=longest + 1, max_tokens=512).calculate_pool_sizes(budget, PAGE)
 
 
 def test_build_pool_has_a_slot_for_every_request_row(small, sizer, monkeypatch):
