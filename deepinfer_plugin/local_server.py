@@ -3,6 +3,7 @@ the tests."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -16,9 +17,17 @@ from types import TracebackType
 import psutil
 import requests
 
+PR_SET_PDEATHSIG = 1
+
 
 class ServerDied(RuntimeError):
     """The server exited before it was ready; the message ends with the tail of its log."""
+
+
+def _end_with_parent() -> None:
+    """In the child: be told to end when whoever started the server ends without saying so, killed for example. (Linux
+    means the thread that started it.)"""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:
@@ -79,6 +88,7 @@ class LocalServer:
                 stderr=subprocess.STDOUT,
                 env=self.env,
                 start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
     def wait_ready(self) -> None:

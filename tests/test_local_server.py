@@ -1,0 +1,53 @@
+"""A server must not outlive whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from deepinfer_plugin.local_server import LocalServer, ServerDied
+
+STARTER = """
+import os, signal, sys
+from deepinfer_plugin.local_server import LocalServer
+server = LocalServer("nowhere", log=sys.argv[1])
+server.command = [sys.executable, "-c", "import time; time.sleep(600)"]
+server.start()
+print(server.process.pid, flush=True)
+os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child")
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
+def test_a_server_ends_with_its_starter(tmp_path, end):
+    done = subprocess.run([sys.executable, "-c", STARTER, str(tmp_path / "log"), end], capture_output=True, text=True)
+    pid = int(done.stdout)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout=20)
+
+
+def test_a_server_that_dies_says_why(tmp_path):
+    server = LocalServer("nowhere", log=tmp_path / "log")
+    server.command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    with pytest.raises(ServerDied, match=r"exited with 3\nno such model"), server:
+        pass
+    assert server.processes() == []
+
+
+def test_all_of_a_group_ends(tmp_path):
+    """Also what does not listen to SIGTERM."""
+    server = LocalServer("nowhere", log=tmp_path / "log")
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+    server.command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {deaf!r}])"]
+    server.start()
+    while "up" not in server.tail():
+        assert server.process.poll() is None
+    members = server.processes()
+    assert len(members) == 2
+    server.stop(grace_s=1)
+    assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
