@@ -78,6 +78,15 @@ def tree_bytes(root: Path) -> int:
     return sum(file.lstat().st_size for file in root.rglob("*") if not file.is_dir())
 
 
+def where() -> dict[str, str]:
+    """Date, machine and versions of a measurement."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        **{name: metadata.version(name) for name in ("sglang", "torch", "deepinfer_plugin")},
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path")
@@ -95,15 +104,10 @@ def main() -> int:
             figures = {"ready_s": server.ready_s, "first_ready_s": cold, **measure(server.url)}
             figures["peak_rss_bytes"] = memory.stop()
     figures["venv_bytes"] = tree_bytes(Path(sys.prefix))
-    where = {
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        **{name: metadata.version(name) for name in ("sglang", "torch", "deepinfer_plugin")},
-    }
-    for name, value in {**where, **figures}.items():
+    for name, value in {**where(), **figures}.items():
         print(f"{name:24s} {value:,.1f}" if isinstance(value, float) else f"{name:24s} {value}")
     if args.json:
-        Path(args.json).write_text(json.dumps({**figures, "where": where}, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps({**figures, "where": where()}, indent=1) + "\n")
     return 0
 
 

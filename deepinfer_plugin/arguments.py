@@ -124,7 +124,7 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
         "cuda_graph_backend_decode": "disabled",
     }
     declared = {name: value for name, value in unset.items() if value is not None and getattr(view, name) is None}
-    if speculates(view, settings):
+    if speculates(view, config, settings):
         declared |= speculative(config)
     if settings.exact_prefix:
         declared["disable_radix_cache"] = True
@@ -135,9 +135,11 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
     return declared
 
 
-def speculates(view: Any, settings: Settings) -> bool:
-    """Whether the server decodes speculatively: by our switch or by SGLang's flag."""
-    return settings.speculation != "off" or view.speculative_algorithm is not None
+def speculates(view: Any, config: V41Config, settings: Settings) -> bool:
+    """Whether the server decodes speculatively: where it can, unless told not to."""
+    if settings.speculation == "auto" and view.speculative_algorithm is None:
+        return bool(config.draft_block) and not view.enable_watermark
+    return settings.speculation != "off"
 
 
 def speculative(config: V41Config) -> dict[str, Any]:

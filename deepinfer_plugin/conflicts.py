@@ -199,12 +199,20 @@ def speculation(view: Any, config: V41Config, settings: Settings) -> Iterator[st
     """Speculative decoding as the checkpoint can do it, and no other."""
     from .arguments import speculates
     from .speculative.algorithm import NAME
+    from .speculative.calibration import CalibrationError, calibration_of
 
     given, block = view.speculative_algorithm, config.draft_block
     if given is not None and given.upper() != NAME:
         yield f"--speculative-algorithm {given}: legal: {NAME}, or --deepinfer-speculation"
-    elif speculates(view, settings) and not block:
-        yield "--deepinfer-speculation: this checkpoint has no draft head; legal: off"
+    elif given is not None and settings.speculation == "off":
+        yield f"--deepinfer-speculation off: it contradicts --speculative-algorithm {given}"
+    elif speculates(view, config, settings) and not block:
+        yield "--deepinfer-speculation: this checkpoint has no draft head; legal: auto, off"
+    elif speculates(view, config, settings):
+        try:
+            calibration_of(view.model_path, settings.calibration, block)
+        except CalibrationError as error:
+            yield f"--deepinfer-calibration: {error}"
     for name, legal in (
         ("speculative_num_steps", block),
         ("speculative_num_draft_tokens", block + 1),
@@ -215,7 +223,7 @@ def speculation(view: Any, config: V41Config, settings: Settings) -> Iterator[st
         value = getattr(view, name)
         if value is not None and value != legal:
             yield f"--{name.replace('_', '-')} {value}: the checkpoint drafts blocks of {block}; legal: {legal}"
-    if speculates(view, settings) and view.enable_watermark:
+    if speculates(view, config, settings) and view.enable_watermark:
         yield "--enable-watermark: it is not applied to verified drafts; add --deepinfer-speculation off"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-SPECULATION = ("off", "fixed", "scheduled")
+SPECULATION = ("auto", "off", "fixed", "scheduled")
 ATTRIBUTE = "_deepinfer_flags"  # where ServerArgs carries them: field name -> text
 
 
@@ -102,11 +102,19 @@ class Settings:
         256, _mebibytes, "Prefix memory on a machine without accelerator when --max-total-tokens is unset.", "MIB"
     )
     speculation: str = _switch(
-        "off",
+        "auto",
         _speculation,
-        "Speculative decoding with the checkpoint's own draft head: off, fixed (every draft is verified) or scheduled "
-        "(as many drafts as pay, by their confidences and the measured cost of a step).",
+        "Speculative decoding with the checkpoint's own draft head: off, fixed (every draft is verified), scheduled "
+        "(as many drafts as pay, by their confidences and the measured cost of a step) or auto (scheduled if there is "
+        "a draft head and no other argument excludes it).",
         "NAME",
+    )
+    calibration: str | None = _switch(
+        None,
+        str,
+        "Calibration of the draft head's confidences; without it, dspark_calibration.json of the checkpoint if there "
+        "is one.",
+        "FILE",
     )
     debug: bool = _switch(False, _flag, "Check on every forward that each state row holds the position it should.")
     # Hooks go in before the command line is read, so this one is a variable only.

@@ -40,7 +40,7 @@ class Chat:
 
     def ask(self, messages: list[dict[str, Any]], thinking: bool = False, **options: Any) -> str:
         print(f"user> {messages[-1]['content']}")
-        started, first, content, usage, mode = time.perf_counter(), 0.0, "", None, ""
+        started, first, content, usage, mode, drafts = time.perf_counter(), 0.0, "", None, "", None
         stream = self.client.chat.completions.create(
             model="default",
             messages=messages,
@@ -48,11 +48,12 @@ class Chat:
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"chat_template_kwargs": {"thinking": thinking}},
+            extra_body={"chat_template_kwargs": {"thinking": thinking}, "return_spec_tokens_details": True},
             **options,
         )
         for chunk in stream:
             usage = chunk.usage or usage
+            drafts = spec_details(chunk) or drafts
             delta = chunk.choices[0].delta if chunk.choices else None
             for kind, piece in self.pieces(delta):
                 first = first or time.perf_counter() - started
@@ -64,7 +65,12 @@ class Chat:
         cached = getattr(getattr(usage, "prompt_tokens_details", None), "cached_tokens", 0) or 0
         rate = f"{(count - 1) / (total - first):.1f} tokens/s" if count > 1 and total > first else "-"
         prompt = usage.prompt_tokens if usage else 0
-        print(f"\n  [{prompt} prompt tokens, {cached} cached; first after {first:.2f} s; {count} tokens, {rate}]\n")
+        print(f"\n  [{prompt} prompt tokens, {cached} cached; first after {first:.2f} s; {count} tokens, {rate}]")
+        if drafts:
+            rounds, right = drafts["spec_verify_ct"], drafts["spec_num_correct_drafts"]
+            verified = rounds * (drafts["spec_cap_length"] - 1)
+            print(f"  [{rounds} verifications: {verified:.0f} drafts verified, {right} right]")
+        print()
         return content
 
     @staticmethod
@@ -75,6 +81,11 @@ class Chat:
         for call in delta.tool_calls or ():
             found += [("calls", call.function.name and f"{call.function.name} "), ("calls", call.function.arguments)]
         return [(kind, piece) for kind, piece in found if piece]
+
+
+def spec_details(chunk: Any) -> dict[str, Any] | None:
+    """What speculation did for a request: SGLang adds it to the last chunk."""
+    return ((chunk.model_extra or {}).get("sglext") or {}).get("spec_tokens_details")
 
 
 def main() -> int:
@@ -92,7 +103,7 @@ def main() -> int:
         for question in ("What is a page?", "What is speculative decoding?"):
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": chat.ask(messages)})
-        chat.ask([{"role": "user", "content": "What is 12 + 30?"}], thinking=True)
+        chat.ask([{"role": "user", "content": "What is 7 + 5?"}], thinking=True)
         chat.ask([{"role": "user", "content": "What is the weather in Paris?"}], tools=[WEATHER])
         schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": ANSWER, "strict": True}}
         question = "Anna is 31 years old. Answer in JSON with the keys name and age."

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepinfer_plugin.arguments import cpu_tokens, tokens_for_context
+from deepinfer_plugin.arguments import cpu_tokens, speculates, tokens_for_context
 from deepinfer_plugin.conflicts import speculation
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.memory import PageLayout
@@ -51,7 +51,13 @@ REFUSALS = [
     ("--deepinfer-speculation fixed --speculative-draft-model-path x", ["--speculative-draft-model-path x", "itself"]),
     ("--deepinfer-speculation fixed --speculative-adaptive", ["--speculative-adaptive", "draft length"]),
     ("--deepinfer-speculation fixed --enable-watermark", ["--enable-watermark", "--deepinfer-speculation off"]),
-    ("--deepinfer-speculation on", ["--deepinfer-speculation='on'", "legal: off, fixed, scheduled"]),
+    ("--deepinfer-speculation on", ["--deepinfer-speculation='on'", "legal: auto, off, fixed, scheduled"]),
+    (
+        "--deepinfer-speculation off --speculative-algorithm DEEPINFER_DSPARK",
+        ["speculation off", "contradicts"],
+    ),
+    ("--speculative-num-steps 4", ["--speculative-num-steps 4", "legal: 5"]),
+    ("--deepinfer-calibration nowhere.json", ["--deepinfer-calibration", "nowhere.json", "temperatures"]),
     ("--enable-hierarchical-cache", ["--enable-hierarchical-cache", "not there yet"]),
     ("--disaggregation-mode prefill", ["--disaggregation-mode prefill", "not there yet"]),
     ("--cpu-offload-gb 4", ["--cpu-offload-gb 4"]),
@@ -92,6 +98,7 @@ ACCEPTED = [
     "--disable-radix-cache",
     "--attention-backend deepinfer",
     "--dtype bfloat16",
+    "--deepinfer-speculation off",
     "--deepinfer-speculation fixed",
     "--deepinfer-speculation scheduled",
     "--deepinfer-speculation fixed --speculative-dspark-block-size 5 --speculative-num-draft-tokens 6",
@@ -137,6 +144,7 @@ def answers(tiny, broken):
         "given": ("resolved", {"argv": argv(given)}),
         "small": ("resolved", {"argv": argv("--max-total-tokens 1000")}),
         "speculation": ("resolved", {"argv": argv("--deepinfer-speculation fixed")}),
+        "no speculation": ("resolved", {"argv": argv("--deepinfer-speculation off")}),
         "speculation by SGLang's flag": ("resolved", {"argv": argv("--speculative-algorithm DEEPINFER_DSPARK")}),
         "exact": ("resolved", {"argv": argv("--deepinfer-exact-prefix --deepinfer-profile float32")}),
         "variables": (
@@ -192,7 +200,7 @@ EXPECTED = {
     "reasoning_parser": "deepseek-v41",
     "sampling_backend": "pytorch",
     "sleep_on_idle": True,
-    "speculative_algorithm": None,
+    "speculative_algorithm": "DEEPINFER_DSPARK",
     "tool_call_parser": "deepseekv41",
 }
 
@@ -221,7 +229,13 @@ def test_exact_mode(answers):
     assert answers["variables"]["arguments"]["max_total_tokens"] < answers["exact"]["arguments"]["max_total_tokens"]
 
 
-@pytest.mark.parametrize("name", ["speculation", "speculation by SGLang's flag"])
+def test_speculation_is_off_if_told_and_if_something_else_excludes_it(answers, tiny):
+    assert answers["no speculation"]["arguments"]["speculative_algorithm"] is None
+    view = SimpleNamespace(speculative_algorithm=None, enable_watermark=True)
+    assert not speculates(view, V41Config.load(tiny), Settings())
+
+
+@pytest.mark.parametrize("name", ["default", "speculation", "speculation by SGLang's flag"])
 def test_speculation_takes_its_numbers_from_the_checkpoint(answers, tiny, name):
     block = V41Config.load(tiny).draft_block
     arguments = answers[name]["arguments"]
@@ -254,10 +268,12 @@ def test_no_speculation_without_a_draft_head(tiny):
     headless = dataclasses.replace(V41Config.load(tiny), dspark=None)
     given = {f"speculative_{name}": None for name in ("num_steps", "num_draft_tokens", "eagle_topk")}
     given |= {"speculative_dspark_block_size": None, "speculative_dflash_block_size": None}
-    view = SimpleNamespace(speculative_algorithm=None, enable_watermark=False, **given)
+    view = SimpleNamespace(speculative_algorithm=None, enable_watermark=False, model_path=str(tiny), **given)
     (conflict,) = speculation(view, headless, Settings(speculation="fixed"))
-    assert "no draft head; legal: off" in conflict
-    assert list(speculation(view, headless, Settings(speculation="off"))) == []
+    assert "no draft head; legal: auto, off" in conflict
+    for mode in ("auto", "off"):
+        assert list(speculation(view, headless, Settings(speculation=mode))) == []
+        assert not speculates(view, headless, Settings(speculation=mode))
 
 
 def test_a_mistyped_variable_is_not_ignored(answers):

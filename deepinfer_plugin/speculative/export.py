@@ -19,25 +19,29 @@ COUNTERS = {
 }
 GAUGES = {
     "profiled": "1 if the cost of a step is known, 0 if every draft is verified.",
-    "accept_length": "Mean tokens a request gets from a verification.",
     "predicted_survival": "Mean survival predicted for verified drafts, by position.",
     "real_survival": "Share of verified drafts that were accepted, by position.",
     "calibration_error": "Mean distance between predicted and real survival.",
     "tokens_real_over_planned": "Tokens emitted over tokens the plans expected.",
 }
-TOTALS = {
-    "planned_rows": "Rows planned, over all verifications.",
-    "real_rows": "Rows run, over all verifications.",
-    "planned_seconds": "Seconds that plans expected steps to take.",
-    "real_seconds": "Seconds that steps took.",
+HISTOGRAMS = {
+    "accept_length": "Tokens a request got from a verification, the target's own included.",
+    "planned_rows": "Rows of a verification, as planned.",
+    "real_rows": "Rows of a verification, as run.",
+    "planned_seconds": "Seconds that a plan expected its step to take.",
+    "real_seconds": "Seconds that a step took.",
 }
 
 
 class Exporter:
-    """Brings a registry's metrics up to date with the totals, whenever called. One per process."""
+    """Brings a registry's metrics up to date with the totals, whenever called. One per process.
+
+    With SGLang's ``--enable-metrics`` another process answers scrapes, from files that the metric objects of this one
+    write (``PROMETHEUS_MULTIPROC_DIR``). So everything is told to such objects; a collector would never be asked.
+    """
 
     def __init__(self, metrics: SpeculationMetrics, registry: Any = None):
-        from prometheus_client import REGISTRY, Counter, Gauge
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         self.metrics = metrics
         options: dict[str, Any] = {"registry": registry or REGISTRY}
@@ -48,25 +52,40 @@ class Exporter:
             return ["position"] if name in per_position else []
 
         self.counters = {
-            name: Counter(f"deepinfer_spec_{name}", text, labels(name), **options)
-            for name, text in (COUNTERS | TOTALS).items()
+            name: Counter(f"deepinfer_spec_{name}", text, labels(name), **options) for name, text in COUNTERS.items()
         }
         self.gauges = {
             name: Gauge(f"deepinfer_spec_{name}", text, labels(name), multiprocess_mode="mostrecent", **options)
             for name, text in GAUGES.items()
         }
-        self.told: dict[tuple[str, int], float] = {}
+        self.histograms = {
+            name: Histogram(f"deepinfer_spec_{name}", HISTOGRAMS[name], buckets=distribution.edges, **options)
+            for name, distribution in metrics.histograms().items()
+        }
+        self.told: dict[tuple[str, int], float] = {}  # by metric and position or bucket, the sum being bucket -1
 
     def update(self, profiled: bool) -> None:
-        totals = self.metrics.counters() | {name: self.metrics.histograms()[name].total for name in TOTALS}
+        totals = self.metrics.counters()
         for name, counter in self.counters.items():
             for position, child, value in _children(counter, totals[name]):
-                child.inc(value - self.told.get((name, position), 0.0))
-                self.told[name, position] = value
+                child.inc(self._news(name, position, value))
         values = self.metrics.gauges(profiled)
         for name, gauge in self.gauges.items():
             for _, child, value in _children(gauge, values[name]):
                 child.set(value)
+        for name, distribution in self.metrics.histograms().items():
+            # As SGLang's own collector does it: ``observe`` takes one value at a time, and a step has one accept length
+            # per request.
+            histogram: Any = self.histograms[name]
+            for bucket, count in enumerate(distribution.counts.tolist()):
+                if new := self._news(name, bucket, count):
+                    histogram._buckets[bucket].inc(new)
+            histogram._sum.inc(self._news(name, -1, distribution.total))
+
+    def _news(self, name: str, part: int, value: float) -> float:
+        """What ``value`` has grown by since it was asked for last."""
+        old, self.told[name, part] = self.told.get((name, part), 0.0), value
+        return value - old
 
 
 def _children(metric: Any, value: Any) -> list[tuple[int, Any, float]]:

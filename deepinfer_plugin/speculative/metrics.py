@@ -82,7 +82,7 @@ class SpeculationMetrics:
         self.broken_confidences = 0
         self.unplanned_steps = 0  # verified all, because the step cost is not known
         self.reliability = Reliability()
-        self.accept_lengths = Distribution(tuple(float(n) for n in range(1, block + 1)))  # last bucket: block + 1
+        self.accept_lengths = Distribution(tuple(float(n) for n in range(1, block + 2)))
         self.planned_rows, self.real_rows = Distribution(STEP_ROWS), Distribution(STEP_ROWS)
         self.planned_seconds, self.real_seconds = Distribution(STEP_SECONDS), Distribution(STEP_SECONDS)
         self.expected_tokens = 0.0  # what plans promised, over planned steps
@@ -160,7 +160,6 @@ class SpeculationMetrics:
         seen = np.maximum(self.verified_at, 1)
         return {
             "profiled": float(profiled),
-            "accept_length": self.accept_length,
             "predicted_survival": (self.predicted_at / seen).tolist(),
             "real_survival": (self.accepted_at / seen).tolist(),
             "calibration_error": self.reliability.error,

@@ -35,8 +35,7 @@ from .step_cost import StepCost
 logger = logging.getLogger(__name__)
 
 LAG = 2  # a plan may use the confidences of drafts made this many rounds ago, or earlier
-CHARGE = 0.5  # of what a row's context costs, how much its draft must earn; docs/speculative.md: why not all of it
-FEW = 16  # requests up to which the newest confidences are worth a look: more speak for each other
+CHARGE = 0.2  # of what a row's context costs, how much its draft must earn; docs/speculative.md: why not all of it
 
 
 def survival(confidences: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,12 +111,16 @@ class LaggedSurvival:
         owners: NDArray[np.integer],
         drafted: NDArray[np.bool_],
         finished: NDArray[np.bool_] | None = None,
+        unknown: NDArray[np.floating] | float = 1.0,
     ) -> NDArray[np.float32]:
-        """[R, K]: what a plan of ``round`` may use. A request without a record (it just came) counts as 1 if it has
-        drafts (``drafted`` bool [R]) and 0 if not; one known to have ended since (``finished``) as 0."""
+        """[R, K]: what a plan of ``round`` may use. A request without a record (it just came) counts as ``unknown``,
+        a number or [K], if it has drafts (``drafted`` bool [R]) and 0 if not; one known to have ended since
+        (``finished``) as 0."""
         page = (round - LAG) % len(self._values)
         known = (self._rounds[page, slots] == round - LAG) & (self._owners[page, slots] == owners)
-        result = np.where(known[:, None], self._values[page, slots], drafted[:, None].astype(np.float32))
+        result = np.where(
+            known[:, None], self._values[page, slots], drafted[:, None] * np.asarray(unknown, dtype=np.float32)
+        )
         if finished is not None:
             result[finished] = 0
         return result
@@ -131,6 +134,7 @@ class Plan:
     price: float  # for ``allocate``: survival a row must bring per token of its request's context
     tokens: float  # expected to be emitted; NaN if nothing was planned
     seconds: float  # the step is expected to take; NaN if its cost is not known
+    advantage: float | None = None  # its tokens a second over those of a step without drafts; None without drafts
 
 
 class Planner:
@@ -139,7 +143,7 @@ class Planner:
     def __init__(self, cost: StepCost, block: int):
         self.cost, self.block = cost, block
         self.reliability = Reliability()
-        self._usual = np.full(block, 0.5)  # mean survival per position over recent rounds
+        self.usual = np.full(block, 0.5)  # mean survival per position over recent rounds
         self._rate = 0.0  # tokens per second of the last plan: what a second is worth
         self._told = False
 
@@ -159,7 +163,7 @@ class Planner:
         slots = self._slots(count, limits)
         if not self.cost.profiled:
             return self._verify_all(count + slots)
-        expected = self._expect(survivals)
+        expected = self._expect(survivals, limits)
         price = self._price(contexts)
         scores = expected - price * contexts[:, None] if contexts is not None and price else expected
         order = _descending(scores, limits)[:slots]
@@ -169,8 +173,8 @@ class Planner:
         tokens = np.concatenate([[count], count + expected.ravel()[order].cumsum()])
         rates = tokens / seconds
         best = int(rates.argmax())
-        self._rate = float(rates[best])
-        return Plan(count + best, price, float(tokens[best]), float(seconds[best]))
+        advantage = self._advantage(count, slots, float(rates[best]), float(seconds[0]))
+        return Plan(count + best, price, float(tokens[best]), float(seconds[best]), advantage)
 
     def plan_newest(
         self,
@@ -179,7 +183,7 @@ class Planner:
         limits: NDArray[np.integer] | None = None,
     ) -> Plan:
         """A plan from the drafts at hand, for a host that has their survivals (float32 [R, K], CPU) before it must
-        launch: on a CPU, or where a step waits anyway. For up to FEW requests it beats a guess from earlier drafts.
+        launch: on a CPU, or where a step waits anyway. For a few requests it beats a guess from earlier drafts.
 
         Exact because it is blind ahead: drafts are revealed in the order in which rows go to them, each request's
         next one as soon as its predecessor has a row, and whether to go on is decided from those alone. What lies
@@ -199,9 +203,10 @@ class Planner:
         ).numpy()
         expected = self.reliability(survivals.numpy())
         seconds = self._seconds(count, slots, contexts)
+        anchors = float(seconds[0])
         row_cost = np.zeros(count) if contexts is None else self.cost.row_context * contexts
         fee = np.zeros(count) if contexts is None else price * contexts
-        onward = np.triu(np.minimum(self._usual / np.maximum(self._usual[:, None], 1e-6), 1))  # [from, to] survival
+        onward = np.triu(np.minimum(self.usual / np.maximum(self.usual[:, None], 1e-6), 1))  # [from, to] survival
         onward = np.concatenate([onward, np.zeros((1, block))])
         position, everyone = np.arange(block), np.arange(count)
         last = np.full(count, block) if limits is None else limits.clip(max=block)
@@ -222,9 +227,9 @@ class Planner:
             revealed[owner] += 1
             taken += 1
             seconds[taken:] += row_cost[owner]
-        self._rate = tokens / float(seconds[taken])
-        self._learn_usual(expected)
-        return Plan(count + taken, price, tokens, float(seconds[taken]))
+        self._learn_usual(expected, limits)
+        advantage = self._advantage(count, slots, tokens / float(seconds[taken]), anchors)
+        return Plan(count + taken, price, tokens, float(seconds[taken]), advantage)
 
     def _slots(self, count: int, limits: NDArray[np.integer] | None) -> int:
         return count * self.block if limits is None else int(np.minimum(limits, self.block).sum())
@@ -234,13 +239,18 @@ class Planner:
             return 0.0
         return CHARGE * self._rate * self.cost.row_context
 
+    def _advantage(self, count: int, slots: int, rate: float, anchors: float) -> float | None:
+        """Of a plan for ``rate`` tokens a second, where verifying and drafting for anchors alone takes ``anchors``."""
+        self._rate = rate
+        return rate * (anchors - self.cost.drafting(count)) / count if slots else None
+
     def _seconds(self, count: int, slots: int, contexts: NDArray[np.integer] | None) -> NDArray[np.float64]:
         """By drafts taken, what attending to contexts costs the anchors included."""
         attended = 0 if contexts is None else contexts.sum()
         anchors = (self.cost.request_context + self.cost.row_context) * attended
         return self.cost.steps(count, count + slots) + anchors
 
-    def _expect(self, survivals: NDArray[np.floating]) -> NDArray[np.float64]:
+    def _expect(self, survivals: NDArray[np.floating], limits: NDArray[np.integer] | None) -> NDArray[np.float64]:
         """What the drafts at hand will survive, judged by the previous ones of the same requests.
 
         Few requests are a poor sample, and the best guess lies between what they just had and what is usual: the
@@ -248,11 +258,13 @@ class Planner:
         """
         expected = self.reliability(survivals)
         count = len(expected)
-        self._learn_usual(expected)
-        return expected + (self._usual - expected) / (count + 1)
+        self._learn_usual(expected, limits)
+        return expected + (self.usual - expected) / (count + 1)
 
-    def _learn_usual(self, expected: NDArray[np.float64]) -> None:
-        self._usual += 0.01 * (expected.mean(axis=0) - self._usual)
+    def _learn_usual(self, expected: NDArray[np.float64], limits: NDArray[np.integer] | None) -> None:
+        drafted = expected if limits is None else expected[limits > 0]
+        if len(drafted):
+            self.usual += 0.01 * (drafted.mean(axis=0) - self.usual)
 
     def _verify_all(self, total: int) -> Plan:
         if not self._told:

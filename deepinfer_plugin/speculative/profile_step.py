@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.rows import Rows
 
-from .step_cost import Curve, CurveCache, measure
+from .step_cost import Curve, CurveCache, measure, measure_context
 
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS_CPU = (1, 2, 4, 8, 16, 32, 64)  # a row there costs milliseconds, and beyond these its price no longer changes
+CONTEXT = 4096  # tokens, for the price of a longer one
 
 
 def cache_directory() -> Path:
@@ -41,30 +44,50 @@ def key(network: Network, device: torch.device) -> dict[str, str]:
     }
 
 
+def usual_rows(device: torch.device, most: int) -> tuple[int, ...]:
+    """Row counts worth measuring if no step has more than ``most``."""
+    usual = ROWS_CPU if device.type == "cpu" else ROWS
+    most = min(most, usual[-1])
+    return (*(rows for rows in usual if rows < most), most)
+
+
 def step_curve(network: Network, pages: PagePool, state: StatePool, most: int, directory: Path) -> Curve:
-    """Seconds of a forward and its logits for up to ``most`` rows, each a request of one token that runs in the junk
-    slot and the junk page: nothing a request owns is touched."""
+    """The curve for steps of up to ``most`` rows, from ``directory`` or measured and kept there."""
     device = network.norm.weight.device
     cache = CurveCache(directory, key(network, device))
-    known = cache.load()
-    counts = [rows for rows in ROWS if rows < most] + [most]
-    if known is not None and known.rows[-1] >= most:
+    known, rows = cache.load(), usual_rows(device, most)
+    if known is not None and known.rows[-1] >= rows[-1]:
         logger.info("step cost, measured before (%s):\n%s", cache.path, known.table())
         return known
+    curve = measure_step(network, pages, state, rows)
+    logger.info("step cost, measured now:\n%s", curve.table())
+    cache.store(curve)
+    return curve
+
+
+def measure_step(network: Network, pages: PagePool, state: StatePool, rows: Sequence[int]) -> Curve:
+    """Seconds of a forward and its logits at these row counts, and what context adds. Every row is its own request or
+    one of a block, and runs in the junk slot and the junk page: nothing a request owns is touched."""
+    device, config = network.norm.weight.device, network.config
     generator = torch.Generator().manual_seed(0)
     wait: Any = torch.get_device_module(device).synchronize
 
-    def run(count: int) -> float:
-        tokens = torch.randint(network.config.vocab_size, (count,), generator=generator).to(device)
-        table = torch.zeros(count, 1, dtype=torch.int64, device=device)
-        rows = Rows.build(tokens, [0] * count, [1] * count, [0] * count, table)
+    def run(count: int, each: int = 1, context: int = 0) -> float:
+        """A step of ``count`` rows, ``each`` of a request that has ``context`` tokens before them."""
+        tokens = torch.randint(config.vocab_size, (count,), generator=generator).to(device)
+        requests = count // each
+        columns = -(-(context + each) // pages.layout.page_size)
+        table = torch.zeros(requests, columns, dtype=torch.int64, device=device)
+        step = Rows.build(tokens, [context] * requests, [each] * requests, [0] * requests, table)
         wait()
         start = time.perf_counter()
-        network.logits(network(rows, pages, state))
+        network.logits(network(step, pages, state))
         wait()
         return time.perf_counter() - start
 
-    curve = measure(run, counts, padded=False)
-    logger.info("step cost, measured now:\n%s", curve.table())
-    cache.store(curve)
+    curve = measure(run, rows, padded=False)
+    width = config.draft_block + 1
+    wide = min(4 * width, rows[-1]) // width * width
+    if width > 1 and wide:
+        curve = measure_context(curve, run, wide, config.draft_block, min(CONTEXT, config.max_position - width))
     return curve

@@ -1,8 +1,8 @@
 """Which drafts the next verification gets rows for: the planner's decisions, fed and applied batch by batch.
 
 Nothing here waits for the device. The number of rows is planned from confidences of two rounds ago, which have long
-arrived; the split is made on the device from the newest. What a verification found is read when SGLang has its result
-on the host.
+arrived, and on a CPU, where everything is on the host, from the newest; the split is made on the device from the
+newest. What a verification found is read when SGLang has its result on the host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .calibration import Temperatures
+from .calibration import Calibration
 from .metrics import SpeculationMetrics
+from .pause import Pause
 from .planner import LAG, LaggedSurvival, Plan, Planner, allocate, survival
 from .step_cost import StepCost
 from .verify import VerifyRows
@@ -52,35 +53,65 @@ class Round:
     contexts: NDArray[np.int64]  # [B] tokens each request attends to
     survivals: Tensor  # float32 [B, K] on the host, as are
     lengths: Tensor  # the rows given to each request, int64 [B]
+    drafts: bool  # whether the round ends with drafts for the next one
     start: Moment
     verified: Moment | None = None
+    sampled: Moment | None = None
     end: Moment | None = None
 
 
-class Schedule:
-    """``slots`` state slots of requests that draft ``block`` tokens a round."""
+@dataclass
+class Arrival:
+    """Confidences on their way to the host."""
 
-    def __init__(self, cost: StepCost, slots: int, block: int, device: torch.device | str):
+    round: int
+    slots: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    survivals: Tensor  # float32 [R, K]
+    broken: Tensor  # int64 [], NaNs among them
+
+
+class Schedule:
+    """``slots`` state slots of requests that draft ``block`` tokens a round, unless drafting does not pay
+    (``drafts``)."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        slots: int,
+        block: int,
+        device: torch.device | str,
+        calibration: Calibration | None = None,
+    ):
         self.block, self.device = block, device
         self.planner, self.metrics = Planner(cost, block), SpeculationMetrics(block)
-        self.temperatures = Temperatures.neutral(block)
+        self.calibration = calibration or Calibration.neutral(block)
+        self.on_host = torch.device(device).type == "cpu"
+        self.pause = Pause(trial=1 if self.on_host else LAG + 1)
+        self.drafts = True
         self.newest = torch.zeros(slots, block, device=device)  # survivals of the drafts at hand
+        self.at_hand = np.zeros(slots, dtype=bool)  # whether there are any
         self.lagged = LaggedSurvival(slots, block)
         self.round = 0
         # Prefills without a decode step in between advance no round, and only the last few matter.
-        self.arriving: deque[tuple[int, NDArray[np.int64], NDArray[np.int64], Tensor]] = deque(maxlen=64)
+        self.arriving: deque[Arrival] = deque(maxlen=64)
         self.running: deque[Round] = deque()
 
     def drafted(self, slots: Tensor, host_slots: Sequence[int], owners: Sequence[int], logits: Tensor | None) -> None:
         """Confidences of new drafts: raw logits float32 [B, K], None from a checkpoint without a confidence head,
         whose drafts count as certain. ``owners`` tell successive requests of a slot apart."""
         if logits is None:
-            found = torch.ones(len(host_slots), self.block, device=self.device)
+            found, broken = torch.ones(len(host_slots), self.block, device=self.device), torch.tensor(0)
         else:
-            found, _ = survival(self.temperatures.confidences(logits))
+            found, broken = survival(self.calibration.confidences(logits))
         self.newest[slots] = found
-        host = found.to("cpu", non_blocking=True)
-        self.arriving.append((self.round, np.array(host_slots), np.array(owners), host))
+        on_host = (found.to("cpu", non_blocking=True), broken.to("cpu", non_blocking=True))
+        self.arriving.append(Arrival(self.round, np.array(host_slots), np.array(owners), *on_host))
+        self.at_hand[host_slots] = True
+
+    def skipped(self, host_slots: Sequence[int]) -> None:
+        """Nothing was drafted for these."""
+        self.at_hand[host_slots] = False
 
     def rows(
         self, slots: Tensor, host_slots: Sequence[int], owners: Sequence[int], limits: list[int], contexts: list[int]
@@ -88,28 +119,39 @@ class Schedule:
         """Rows of the next verification. limits: drafts each request may verify, 0 .. block; contexts: about how many
         tokens each attends to."""
         self.round += 1
-        while self.arriving and self.arriving[0][0] <= self.round - LAG:
-            made, its_slots, its_owners, found = self.arriving.popleft()
-            self.lagged.record(made, its_slots, its_owners, found.numpy())
-        most = np.array(limits)
-        before = self.lagged.read(self.round, np.array(host_slots), np.array(owners), most > 0)
-        plan = self.planner.plan(before, np.array(contexts), most)
+        while self.arriving and self.arriving[0].round <= self.round - LAG:
+            known = self.arriving.popleft()
+            self.lagged.record(known.round, known.slots, known.owners, known.survivals.numpy())
+            self.metrics.broken_confidences += int(known.broken)
+        most, attended = np.where(self.at_hand[host_slots], limits, 0), np.array(contexts)
         survivals = self.newest[slots]
+        if self.on_host:
+            plan = self.planner.plan_newest(survivals, attended, most)
+        else:
+            # A request that just came is given the benefit of the doubt; after a pause nobody is.
+            unknown = self.planner.usual if self.pause.paused else 1.0
+            lagged = self.lagged.read(self.round, np.array(host_slots), np.array(owners), most > 0, unknown=unknown)
+            plan = self.planner.plan(lagged, attended, most)
+        self.drafts = self.pause.after(plan.advantage)
         lengths = allocate(
             survivals,
             plan.total,
-            torch.tensor(limits, device=self.device),
-            torch.tensor(contexts, device=self.device),
+            torch.from_numpy(most).to(self.device),
+            torch.from_numpy(attended).to(self.device),
             plan.price,
         )
         rows = VerifyRows(lengths, plan.total, self.block + 1)
         host = (survivals.to("cpu", non_blocking=True), lengths.to("cpu", non_blocking=True))
-        self.running.append(Round(plan, rows, most, np.array(contexts), *host, Moment(self.device)))
+        self.running.append(Round(plan, rows, most, attended, *host, self.drafts, Moment(self.device)))
         return rows
 
     def verified(self) -> None:
         """The forward of the newest round has been launched."""
         self.running[-1].verified = Moment(self.device)
+
+    def sampled(self) -> None:
+        """Acceptance of the newest round has been launched."""
+        self.running[-1].sampled = Moment(self.device)
 
     def ended(self) -> None:
         """Everything of the newest round has been launched, drafting included."""
@@ -118,12 +160,13 @@ class Schedule:
     def learn(self, accepted: Sequence[int]) -> None:
         """The oldest round's result is on the host: right drafts of each request [B]."""
         done = self.running.popleft()
-        assert done.verified is not None and done.end is not None
+        assert done.verified is not None and done.sampled is not None and done.end is not None
         survivals, verified, right = done.survivals.numpy(), done.lengths.numpy() - 1, np.array(accepted)
-        forward, rest = done.start.until(done.verified), done.verified.until(done.end)
-        cost, contexts = self.planner.cost, done.contexts
+        forward, cost, contexts = done.start.until(done.verified), self.planner.cost, done.contexts
         cost.observe(done.rows.total, forward, int(((verified + 1) * contexts).sum()), int(contexts.sum()))
-        cost.observe_sampler(len(contexts), rest)
+        cost.sampling.observe(len(contexts), done.verified.until(done.sampled))
+        if done.drafts:
+            cost.drafting.observe(len(contexts), done.sampled.until(done.end))
         self.planner.reliability.observe(survivals, verified, right)
         self.metrics.observe(
             done.limits,
@@ -133,5 +176,5 @@ class Schedule:
             planned_rows=done.plan.total,
             planned_tokens=done.plan.tokens,
             planned_seconds=done.plan.seconds,
-            real_seconds=forward + rest,
+            real_seconds=done.start.until(done.end),
         )

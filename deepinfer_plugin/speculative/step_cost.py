@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from .calibration import increasing
+
 logger = logging.getLogger(__name__)
 
 FLAT = 0.01  # a curve that rises by less than this fraction says nothing about the price of a row
@@ -93,13 +95,16 @@ def trimmed_mean(seconds: Sequence[float]) -> float:
 
 
 def measure(run: Callable[[int], float], rows: Sequence[int], padded: bool, repeats: int = 5, warmup: int = 1) -> Curve:
-    """run(row count) performs one step and returns its seconds."""
-    timings = []
-    for count in rows:
-        for _ in range(warmup):
-            run(count)
-        timings.append(trimmed_mean([run(count) for _ in range(repeats)]))
-    return Curve(tuple(rows), tuple(timings), padded)
+    """run(row count) performs one step and returns its seconds.
+
+    All row counts take turns, so that whatever else runs meanwhile meets all of them. More rows never make an eager
+    step faster; where they seem to, the neighbours share a mean. A captured step may well be.
+    """
+    timings = [[run(count) for count in rows] for _ in range(warmup + repeats)][warmup:]
+    means = np.array([trimmed_mean(each) for each in zip(*timings, strict=True)])
+    if not padded:
+        means = increasing(means, np.ones(len(means)))
+    return Curve(tuple(rows), tuple(means.tolist()), padded)
 
 
 def measure_context(
@@ -119,16 +124,35 @@ def measure_context(
     return replace(curve, row_context=row, request_context=request)
 
 
-class StepCost:
-    """The curve, and what serving has taught since about context length and about the sampler.
+class SideCost:
+    """Seconds that a step spends beside its forward for so many sequences: the median of what was observed for that
+    number, or for any until there is enough; 0 before the first observation."""
 
-    The curve is measured with short contexts and without sampling. What a real step took beyond it is explained by
-    the tokens attended to -- by every row, or once per request -- and by the number of sequences sampled for.
+    WINDOW, ENOUGH, WINDOW_ALL = 9, 5, 256
+
+    def __init__(self) -> None:
+        self._own: dict[int, deque[float]] = {}
+        self._all: deque[float] = deque(maxlen=self.WINDOW_ALL)
+
+    def __call__(self, sequences: int) -> float:
+        own = self._own.get(sequences, ())
+        window = own if len(own) >= self.ENOUGH else self._all
+        return float(np.median(window)) if window else 0.0
+
+    def observe(self, sequences: int, seconds: float) -> None:
+        self._own.setdefault(sequences, deque(maxlen=self.WINDOW)).append(seconds)
+        self._all.append(seconds)
+
+
+class StepCost:
+    """The curve, and what serving has taught since about context length, sampling and drafting.
+
+    The curve is measured with short contexts and is the forward alone. What a real forward took beyond it is explained
+    by the tokens attended to, by every row or once per request.
     """
 
     WINDOW, ENOUGH, REFIT = 256, 16, 32  # steps kept, needed, and between two fits
     SPREAD = 0.5  # rows per request must vary by this much before rows and requests can be told apart
-    SAMPLER_WINDOW, SAMPLER_ENOUGH = 9, 5
 
     def __init__(self, curve: Curve | None):
         self.curve = curve
@@ -138,8 +162,7 @@ class StepCost:
         self._table = np.zeros(0)
         self._steps: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
         self._observed = 0
-        self._sampler: dict[int, deque[float]] = {}
-        self._sampler_all: deque[float] = deque(maxlen=self.WINDOW)
+        self.sampling, self.drafting = SideCost(), SideCost()
 
     @property
     def profiled(self) -> bool:
@@ -151,24 +174,14 @@ class StepCost:
         return "no step-cost curve" if self.curve is None else "the step-cost curve is flat, rows look free"
 
     def steps(self, least: int, most: int) -> NDArray[np.float64]:
-        """Seconds of steps of ``least`` requests and least..most rows, without context."""
+        """Seconds of steps of ``least`` requests and least..most rows, sampled and drafted for, without context."""
         assert self.curve is not None
         if len(self._table) <= most:
             self._table = self.curve.at(np.arange(2 * most + 1))
-        return self._table[least : most + 1] + self.sampler(least)
-
-    def sampler(self, sequences: int) -> float:
-        """Seconds that sampling and drafting for so many sequences add to a step: a median, 0 if never observed."""
-        own = self._sampler.get(sequences, ())
-        window = own if len(own) >= self.SAMPLER_ENOUGH else self._sampler_all
-        return float(np.median(window)) if window else 0.0
-
-    def observe_sampler(self, sequences: int, seconds: float) -> None:
-        self._sampler.setdefault(sequences, deque(maxlen=self.SAMPLER_WINDOW)).append(seconds)
-        self._sampler_all.append(seconds)
+        return self._table[least : most + 1] + self.sampling(least) + self.drafting(least)
 
     def observe(self, rows: int, seconds: float, row_tokens: int, request_tokens: int) -> None:
-        """A verification of ``rows`` rows took ``seconds``, sampler excluded. row_tokens: context tokens summed over
+        """The forward of a verification of ``rows`` rows took ``seconds``. row_tokens: context tokens summed over
         rows; request_tokens: summed over requests."""
         if self.curve is None or request_tokens <= 0:
             return

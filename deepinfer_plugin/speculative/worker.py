@@ -20,6 +20,7 @@ from torch import Tensor
 from deepinfer_plugin.settings import Settings
 
 from .acceptance import verify_chosen
+from .calibration import Calibration, calibration_of
 from .draft_input import DraftInput
 from .export import Exporter
 from .profile_step import cache_directory, step_curve
@@ -77,8 +78,10 @@ class DSparkWorker(BaseSpecWorker):
         """The network can run from here on: measure what the schedule needs to know, unless all drafts are verified
         anyway."""
         super().init_cuda_graphs()
-        if Settings.current().speculation == "scheduled":
-            schedule = self.schedule_by(self._step_cost())
+        settings = Settings.current()
+        if settings.speculation != "fixed":
+            calibration = calibration_of(self.model_runner.server_args.model_path, settings.calibration, self.block)
+            schedule = self.schedule_by(self._step_cost(), calibration)
             if get_observability().enable_metrics:
                 self.exporter = Exporter(schedule.metrics)
 
@@ -88,8 +91,8 @@ class DSparkWorker(BaseSpecWorker):
         with torch.no_grad():
             return StepCost(step_curve(network, pool.pages, pool.state, most, cache_directory()))
 
-    def schedule_by(self, cost: StepCost) -> Schedule:
-        self.schedule = Schedule(cost, self.drafts.shape[0], self.block, self.device)
+    def schedule_by(self, cost: StepCost, calibration: Calibration | None = None) -> Schedule:
+        self.schedule = Schedule(cost, self.drafts.shape[0], self.block, self.device, calibration)
         return self.schedule
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
@@ -154,6 +157,8 @@ class DSparkWorker(BaseSpecWorker):
         result.next_draft_input = DraftInput(newest, result.new_seq_lens)
         result.extra_keep_alive_refs = [verification]
         publish(result.new_seq_lens)
+        if self.schedule is not None:
+            self.schedule.sampled()
         self._draft(batch, newest, result.new_seq_lens, [True] * len(batch.reqs))
         if self.schedule is not None:
             self.schedule.ended()
@@ -195,6 +200,9 @@ class DSparkWorker(BaseSpecWorker):
 
     def _draft(self, batch: Any, newest: Tensor, positions: Tensor, wanted: list[bool]) -> None:
         """Draft after the newest tokens int64 [B] at ``positions`` int64 [B], for requests that will verify drafts."""
+        if self.schedule is not None and not self.schedule.drafts:
+            self.schedule.skipped(batch.req_pool_indices_cpu.tolist())
+            return
         drafting = [
             index
             for index, (request, wants) in enumerate(zip(batch.reqs, wanted, strict=True))

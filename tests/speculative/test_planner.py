@@ -126,7 +126,7 @@ class TestLag:
 
 class TestTotal:
     def best_by_hand(self, plan_of: Planner, survivals: np.ndarray) -> int:
-        expected = np.sort(plan_of._expect(survivals), axis=None)[::-1]
+        expected = np.sort(plan_of._expect(survivals, None), axis=None)[::-1]
         count = len(survivals)
         rates = [
             (count + expected[:extra].sum()) / plan_of.cost.curve.at(np.array([count + extra]))[0]

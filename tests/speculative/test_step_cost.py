@@ -170,13 +170,13 @@ class TestCorrections:
         cost = StepCost(GRAPHS)
         assert cost.steps(2, 5).tolist() == [10e-3, 10e-3, 10e-3, 12e-3]
         for seconds in (1e-3, 1e-3, 9e-3, 1e-3):
-            cost.observe_sampler(2, seconds)
-        assert cost.sampler(2) == cost.sampler(7) == 1e-3  # too few of its own: the median of all
+            cost.sampling.observe(2, seconds)
+        assert cost.sampling(2) == cost.sampling(7) == 1e-3  # too few of its own: the median of all
         for _ in range(9):
-            cost.observe_sampler(8, 4e-3)
-        assert cost.sampler(8) == 4e-3 and cost.sampler(7) == 4e-3
-        cost.observe_sampler(2, 1e-3)
-        assert cost.sampler(2) == 1e-3
+            cost.sampling.observe(8, 4e-3)
+        assert cost.sampling(8) == 4e-3 and cost.sampling(7) == 4e-3
+        cost.sampling.observe(2, 1e-3)
+        assert cost.sampling(2) == 1e-3
         assert cost.steps(2, 4) == pytest.approx([11e-3] * 3)
 
     def test_profiled(self):

@@ -22,7 +22,7 @@ from deepinfer_plugin.runtime.backend import DeepInferBackend
 from deepinfer_plugin.runtime.pools import PagePoolForSGLang
 from deepinfer_plugin.speculative.algorithm import only_for_our_model
 from deepinfer_plugin.speculative.draft_input import DraftInput
-from deepinfer_plugin.speculative.profile_step import step_curve
+from deepinfer_plugin.speculative.profile_step import step_curve, usual_rows
 from deepinfer_plugin.speculative.step_cost import Curve, StepCost
 from deepinfer_plugin.speculative.verify import VerifyRows
 from deepinfer_plugin.speculative.worker import DSparkWorker
@@ -81,12 +81,12 @@ class Target:
 class Desk:
     """What the scheduler does between two steps of requests in slots 1, 2, ..."""
 
-    def __init__(self, network, prompts, vocabulary, requests=None, target=None, curve=None):
+    def __init__(self, network, prompts, vocabulary, requests=None, target=None, cost=None):
         self.target = target or Target(network, len(prompts) + 1, vocabulary)
         self.worker = DSparkWorker(None, 0, 0, self.target)
         self.worker.alloc_memory_pool(req_to_token_pool=self.target.req_to_token_pool)
-        if curve is not None:
-            self.worker.schedule_by(StepCost(curve))
+        if cost is not None:
+            self.worker.schedule_by(cost)
         self.slots = torch.arange(1, len(prompts) + 1)
         self.requests = requests or [request() for _ in prompts]
         self.vocabulary, self.published = vocabulary, []
@@ -359,8 +359,7 @@ DEAR = Curve((1, 2, 48), (1.0, 2.0, 48.0), padded=False)  # a row costs what a s
 @pytest.mark.parametrize("curve", [FREE, DEAR, None], ids=["free rows", "dear rows", "no curve"])
 def test_scheduled_tokens_are_those_of_the_model(model, answers, curve):
     prompts = [ids(length) for length in (1, 5, 63, 64, 127, 130)]
-    desk = Desk(model.network, prompts, model.config.vocab_size)
-    desk.worker.schedule_by(StepCost(curve))
+    desk = Desk(model.network, prompts, model.config.vocab_size, cost=StepCost(curve))
     verified = []
     while min(map(len, desk.output)) < 24:
         desk.step()
@@ -383,20 +382,20 @@ def test_scheduled_tokens_are_those_of_the_model(model, answers, curve):
 
 def test_a_schedule_never_gives_rows_to_requests_that_keep_counts(model):
     kinds = [request(), request(frequency_penalty=0.5), request()]
-    desk = Desk(model.network, [ids(9 + i) for i in range(3)], model.config.vocab_size, kinds, curve=FREE)
+    desk = Desk(model.network, [ids(9 + i) for i in range(3)], model.config.vocab_size, kinds, cost=StepCost(FREE))
     for _ in range(4):
         desk.step()
         assert desk.lengths_verified[1] == 1
 
 
 def test_requests_that_have_just_ended_are_still_in_the_batch(model):
-    desk = Desk(model.network, [ids(9 + i) for i in range(2)], model.config.vocab_size, curve=FREE)
+    desk = Desk(model.network, [ids(9 + i) for i in range(2)], model.config.vocab_size, cost=StepCost(FREE))
     desk.requests[0].kv = None
     desk.step()
 
 
 def test_prefills_alone_do_not_pile_up(model):
-    desk = Desk(model.network, [ids(3)], model.config.vocab_size, curve=FREE)
+    desk = Desk(model.network, [ids(3)], model.config.vocab_size, cost=StepCost(FREE))
     for _ in range(200):
         desk.worker.schedule.drafted(desk.slots, [1], [7], None)
     assert len(desk.worker.schedule.arriving) <= 64
@@ -405,11 +404,18 @@ def test_prefills_alone_do_not_pile_up(model):
 def test_the_step_is_measured_once(model, tmp_path, monkeypatch):
     pool = Target(model.network, 3, model.config.vocab_size).model_runner.token_to_kv_pool
     with torch.no_grad():
-        curve = step_curve(model.network, pool.pages, pool.state, 6, tmp_path)
-        assert curve.rows == (1, 2, 4, 6) and min(curve.seconds) > 0
+        curve = step_curve(model.network, pool.pages, pool.state, 7, tmp_path)
+        assert curve.rows == (1, 2, 4, 7) and min(curve.seconds) > 0
+        assert curve.row_context is not None and curve.request_context is not None
         assert pool.state.tags[:, 1:].eq(-1).all() and pool.pages.pages[1:].eq(0).all(), "only junk was written"
         monkeypatch.setattr(type(model.network), "forward", None)
-        assert step_curve(model.network, pool.pages, pool.state, 6, tmp_path) == curve
+        assert step_curve(model.network, pool.pages, pool.state, 7, tmp_path) == curve
+        assert step_curve(model.network, pool.pages, pool.state, 3, tmp_path) == curve, "it covers smaller servers"
+
+
+@pytest.mark.parametrize(("most", "rows"), [(1, (1,)), (64, (1, 2, 4, 8, 16, 32, 64)), (65, None), (10**9, None)])
+def test_rows_worth_measuring_on_a_cpu(most, rows):
+    assert usual_rows(torch.device("cpu"), most) == (rows or usual_rows(torch.device("cpu"), 64))
 
 
 # ---- what the scheduler carries ------------------------------------------------------------------------------------

@@ -1,0 +1,41 @@
+"""Whether to draft at all. A block of drafts costs time even if none of it is verified, and some texts, some loads and
+some draft heads are not worth it."""
+
+from __future__ import annotations
+
+FIRST, LAST = 8, 64  # rounds of the first pause, and of the longest
+MEMORY = 8.0  # rounds over which an advantage is averaged
+DOUBT = 2.0  # what the average starts from: a few bad rounds are not yet a reason
+
+
+class Pause:
+    """Stops drafting when it does not pay and tries again after 8, 16, 32 and then every 64 rounds, because requests
+    change and nothing else would tell. A trial is ``trial`` rounds of drafts, of which the last one counts: a plan
+    needs so many until it knows their confidences."""
+
+    def __init__(self, trial: int = 1):
+        self.trial = trial
+        self.advantage = DOUBT  # of drafting over not drafting in tokens a second, averaged
+        self.paused = False
+        self._length, self._left = FIRST, 0  # of this or the next pause; rounds until something is decided
+
+    def after(self, advantage: float | None) -> bool:
+        """Whether to draft for the next round. advantage: what this round's plan promises, in tokens a second over
+        those of a round without drafts; None: it had none."""
+        if not self.paused:
+            if advantage is not None:
+                self.advantage += (advantage - self.advantage) / MEMORY
+            if self.advantage < 1:
+                self._stop()
+            return not self.paused
+        self._left -= 1
+        if self._left == -self.trial:
+            if advantage is not None and advantage >= 1:
+                self.paused, self.advantage, self._length = False, DOUBT, FIRST
+            else:
+                self._stop()
+        return not self.paused or self._left <= 0
+
+    def _stop(self) -> None:
+        self.paused, self._left = True, self._length
+        self._length = min(2 * self._length, LAST)

@@ -1,0 +1,93 @@
+"""Drafting stops where it does not pay, costs little while it is tried again, and comes back where it does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer_plugin.speculative.pause import FIRST, LAST, Pause
+from deepinfer_plugin.speculative.schedule import Schedule
+from deepinfer_plugin.speculative.step_cost import Curve, StepCost
+
+
+def run(pause, advantage, rounds):
+    """Rounds that had drafts, if drafting has this advantage whenever it is tried."""
+    had, drafts = [], True
+    for _ in range(rounds):
+        had.append(drafts)
+        drafts = pause.after(advantage if drafts else None)
+    return had
+
+
+@pytest.mark.parametrize("advantage", [1.0, 1.01, 3.0])
+def test_what_pays_is_never_paused(advantage):
+    assert all(run(Pause(), advantage, 500))
+
+
+@pytest.mark.parametrize("trial", [1, 3])
+@pytest.mark.parametrize("advantage", [0.99, 0.5])
+def test_what_does_not_pay_is_tried_ever_more_seldom(advantage, trial):
+    had = run(Pause(trial), advantage, 4000)
+    stop = had.index(False)
+    assert stop < 50 and not any(had[stop : stop + FIRST])
+    starts = [index for index in range(1, len(had)) if had[index] and not had[index - 1]]
+    assert np.diff(starts).tolist()[:4] == [2 * FIRST + trial, 4 * FIRST + trial, LAST + trial, LAST + trial]
+    assert sum(had[1000:]) / len(had[1000:]) == pytest.approx(trial / (LAST + trial), rel=0.1)
+
+
+@pytest.mark.parametrize("trial", [1, 3])
+def test_it_comes_back(trial):
+    pause = Pause(trial)
+    run(pause, 0.5, 500)
+    had = run(pause, 2.0, 500)
+    assert all(had[LAST + trial + 1 :])
+
+
+def test_noise_does_not_pause():
+    random, pause = np.random.default_rng(0), Pause()
+    drafts = [pause.after(float(advantage)) for advantage in random.normal(1.5, 0.4, 1000)]
+    assert all(drafts)
+
+
+def test_rounds_without_drafts_of_their_own_do_not_count():
+    """Requests that may not verify drafts."""
+    pause = Pause()
+    assert all(pause.after(None) for _ in range(100)) and not pause.paused
+
+
+class TestSchedule:
+    CURVE = Curve((1, 64), (1.0, 1.63), padded=False)  # a row costs a hundredth of a step
+
+    def serve(self, right, logit, drafting, rounds, requests=4):
+        """A schedule whose requests have ``right`` of 5 drafts right, with confidences of ``logit``, where drafting
+        takes ``drafting`` of a step. Returns the share of rounds that drafted, late."""
+        schedule = Schedule(StepCost(self.CURVE), requests + 1, 5, "cpu")
+        slots = torch.arange(1, requests + 1)
+        host, drafted = slots.tolist(), []
+        for _ in range(rounds):
+            if schedule.drafts:
+                schedule.drafted(slots, host, host, torch.full((requests, 5), logit))
+            else:
+                schedule.skipped(host)
+            drafted.append(schedule.drafts)
+            rows = schedule.rows(slots, host, host, [5] * requests, [100] * requests)
+            assert drafted[-1] or rows.lengths.tolist() == [1] * requests, "there is nothing to verify"
+            schedule.verified(), schedule.sampled(), schedule.ended()
+            schedule.planner.cost.drafting.observe(requests, drafting)
+            schedule.running[-1].drafts = False  # the clock of this loop is not the curve's
+            schedule.learn([min(right, length - 1) for length in rows.lengths.tolist()])
+            schedule.planner.cost.request_context = schedule.planner.cost.row_context = 0.0
+        return sum(drafted[rounds // 2 :]) / (rounds - rounds // 2)
+
+    def test_good_drafts(self):
+        assert self.serve(right=5, logit=3.0, drafting=0.3, rounds=200) == 1
+
+    def test_drafts_that_are_always_wrong(self):
+        assert self.serve(right=0, logit=-3.0, drafting=0.3, rounds=400) < 0.05
+
+    def test_drafts_that_only_look_good(self):
+        assert self.serve(right=0, logit=3.0, drafting=0.3, rounds=2000) < 0.05
+
+    def test_good_drafts_that_cost_more_than_they_bring(self):
+        assert self.serve(right=1, logit=3.0, drafting=3.0, rounds=400) < 0.05
