@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepinfer_plugin.speculative.planner import Planner, allocate
+from deepinfer_plugin.speculative.planner import FEW, Planner, allocate
 from deepinfer_plugin.speculative.step_cost import Curve, StepCost, measure_context
 
 BLOCK = 5
@@ -246,7 +246,7 @@ class Ours(Policy):
 
     def choose(self, now: Round) -> Ints:
         newest = torch.from_numpy(now.newest)
-        if self.scenario.visible:
+        if self.scenario.visible and self.requests <= FEW:
             plan = self.planner.plan_newest(newest, now.contexts)
         else:
             plan = self.planner.plan(now.lagged, now.contexts)

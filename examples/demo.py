@@ -27,8 +27,12 @@ WEATHER = {
         },
     },
 }
-ANSWER = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
-ANSWER |= {"required": ["name", "age"], "additionalProperties": False}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
 
 
 class Chat:
@@ -63,7 +67,7 @@ class Chat:
         total = time.perf_counter() - started
         count = usage.completion_tokens if usage else 0
         cached = getattr(getattr(usage, "prompt_tokens_details", None), "cached_tokens", 0) or 0
-        rate = f"{(count - 1) / (total - first):.1f} tokens/s" if count > 1 and total > first else "-"
+        rate = f"{count / total:.1f} tokens/s with the prompt"
         prompt = usage.prompt_tokens if usage else 0
         print(f"\n  [{prompt} prompt tokens, {cached} cached; first after {first:.2f} s; {count} tokens, {rate}]")
         if drafts:
@@ -103,10 +107,10 @@ def main() -> int:
         for question in ("What is a page?", "What is speculative decoding?"):
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": chat.ask(messages)})
-        chat.ask([{"role": "user", "content": "What is 7 + 5?"}], thinking=True)
+        chat.ask([{"role": "user", "content": "Who are you?"}], thinking=True)
         chat.ask([{"role": "user", "content": "What is the weather in Paris?"}], tools=[WEATHER])
-        schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": ANSWER, "strict": True}}
-        question = "Anna is 31 years old. Answer in JSON with the keys name and age."
+        schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+        question = "Maria is 34 years old and lives in Oslo."
         chat.ask([{"role": "user", "content": question}], response_format=schema)
         print(f"server memory, all processes: {server.rss_bytes() / 2**30:.2f} GiB")
     print(

@@ -10,18 +10,18 @@ DOUBT = 2.0  # what the average starts from: a few bad rounds are not yet a reas
 
 class Pause:
     """Stops drafting when it does not pay and tries again after 8, 16, 32 and then every 64 rounds, because requests
-    change and nothing else would tell. A trial is ``trial`` rounds of drafts, of which the last one counts: a plan
-    needs so many until it knows their confidences."""
+    change and nothing else would tell. A trial lasts until a plan knows the confidences of what was drafted in it:
+    ``lag`` rounds later, or at once."""
 
-    def __init__(self, trial: int = 1):
-        self.trial = trial
+    def __init__(self, lag: int):
+        self.lag = lag
         self.advantage = DOUBT  # of drafting over not drafting in tokens a second, averaged
         self.paused = False
         self._length, self._left = FIRST, 0  # of this or the next pause; rounds until something is decided
 
-    def after(self, advantage: float | None) -> bool:
+    def after(self, advantage: float | None, sees_newest: bool = False) -> bool:
         """Whether to draft for the next round. advantage: what this round's plan promises, in tokens a second over
-        those of a round without drafts; None: it had none."""
+        those of a round without drafts; None: it had none. sees_newest: the plan knew the drafts at hand."""
         if not self.paused:
             if advantage is not None:
                 self.advantage += (advantage - self.advantage) / MEMORY
@@ -29,7 +29,7 @@ class Pause:
                 self._stop()
             return not self.paused
         self._left -= 1
-        if self._left == -self.trial:
+        if self._left < (0 if sees_newest else -self.lag):
             if advantage is not None and advantage >= 1:
                 self.paused, self.advantage, self._length = False, DOUBT, FIRST
             else:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LAG = 2  # a plan may use the confidences of drafts made this many rounds ago, or earlier
 CHARGE = 0.2  # of what a row's context costs, how much its draft must earn; docs/speculative.md: why not all of it
+FEW = 16  # requests up to which the newest confidences are worth a look: more speak for each other
 
 
 def survival(confidences: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +184,7 @@ class Planner:
         limits: NDArray[np.integer] | None = None,
     ) -> Plan:
         """A plan from the drafts at hand, for a host that has their survivals (float32 [R, K], CPU) before it must
-        launch: on a CPU, or where a step waits anyway. For a few requests it beats a guess from earlier drafts.
+        launch: on a CPU, or where a step waits anyway. For up to FEW requests it beats a guess from earlier drafts.
 
         Exact because it is blind ahead: drafts are revealed in the order in which rows go to them, each request's
         next one as soon as its predecessor has a row, and whether to go on is decided from those alone. What lies

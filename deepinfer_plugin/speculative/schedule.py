@@ -1,8 +1,8 @@
 """Which drafts the next verification gets rows for: the planner's decisions, fed and applied batch by batch.
 
 Nothing here waits for the device. The number of rows is planned from confidences of two rounds ago, which have long
-arrived, and on a CPU, where everything is on the host, from the newest; the split is made on the device from the
-newest. What a verification found is read when SGLang has its result on the host.
+arrived, and for a few requests on a CPU, where everything is on the host, from the newest; the split is made on the
+device from the newest. What a verification found is read when SGLang has its result on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from .calibration import Calibration
 from .metrics import SpeculationMetrics
 from .pause import Pause
-from .planner import LAG, LaggedSurvival, Plan, Planner, allocate, survival
+from .planner import FEW, LAG, LaggedSurvival, Plan, Planner, allocate, survival
 from .step_cost import StepCost
 from .verify import VerifyRows
 
@@ -87,7 +87,7 @@ class Schedule:
         self.planner, self.metrics = Planner(cost, block), SpeculationMetrics(block)
         self.calibration = calibration or Calibration.neutral(block)
         self.on_host = torch.device(device).type == "cpu"
-        self.pause = Pause(trial=1 if self.on_host else LAG + 1)
+        self.pause = Pause(LAG)
         self.drafts = True
         self.newest = torch.zeros(slots, block, device=device)  # survivals of the drafts at hand
         self.at_hand = np.zeros(slots, dtype=bool)  # whether there are any
@@ -125,14 +125,15 @@ class Schedule:
             self.metrics.broken_confidences += int(known.broken)
         most, attended = np.where(self.at_hand[host_slots], limits, 0), np.array(contexts)
         survivals = self.newest[slots]
-        if self.on_host:
+        sees_newest = self.on_host and len(host_slots) <= FEW
+        if sees_newest:
             plan = self.planner.plan_newest(survivals, attended, most)
         else:
             # A request that just came is given the benefit of the doubt; after a pause nobody is.
             unknown = self.planner.usual if self.pause.paused else 1.0
             lagged = self.lagged.read(self.round, np.array(host_slots), np.array(owners), most > 0, unknown=unknown)
             plan = self.planner.plan(lagged, attended, most)
-        self.drafts = self.pause.after(plan.advantage)
+        self.drafts = self.pause.after(plan.advantage, sees_newest)
         lengths = allocate(
             survivals,
             plan.total,

@@ -7,28 +7,29 @@ import pytest
 import torch
 
 from deepinfer_plugin.speculative.pause import FIRST, LAST, Pause
+from deepinfer_plugin.speculative.planner import FEW, LAG
 from deepinfer_plugin.speculative.schedule import Schedule
 from deepinfer_plugin.speculative.step_cost import Curve, StepCost
 
 
-def run(pause, advantage, rounds):
+def run(pause, advantage, rounds, sees_newest=False):
     """Rounds that had drafts, if drafting has this advantage whenever it is tried."""
     had, drafts = [], True
     for _ in range(rounds):
         had.append(drafts)
-        drafts = pause.after(advantage if drafts else None)
+        drafts = pause.after(advantage if drafts else None, sees_newest)
     return had
 
 
 @pytest.mark.parametrize("advantage", [1.0, 1.01, 3.0])
 def test_what_pays_is_never_paused(advantage):
-    assert all(run(Pause(), advantage, 500))
+    assert all(run(Pause(LAG), advantage, 500))
 
 
-@pytest.mark.parametrize("trial", [1, 3])
+@pytest.mark.parametrize(("sees_newest", "trial"), [(True, 1), (False, LAG + 1)])
 @pytest.mark.parametrize("advantage", [0.99, 0.5])
-def test_what_does_not_pay_is_tried_ever_more_seldom(advantage, trial):
-    had = run(Pause(trial), advantage, 4000)
+def test_what_does_not_pay_is_tried_ever_more_seldom(advantage, sees_newest, trial):
+    had = run(Pause(LAG), advantage, 4000, sees_newest)
     stop = had.index(False)
     assert stop < 50 and not any(had[stop : stop + FIRST])
     starts = [index for index in range(1, len(had)) if had[index] and not had[index - 1]]
@@ -36,23 +37,23 @@ def test_what_does_not_pay_is_tried_ever_more_seldom(advantage, trial):
     assert sum(had[1000:]) / len(had[1000:]) == pytest.approx(trial / (LAST + trial), rel=0.1)
 
 
-@pytest.mark.parametrize("trial", [1, 3])
-def test_it_comes_back(trial):
-    pause = Pause(trial)
-    run(pause, 0.5, 500)
-    had = run(pause, 2.0, 500)
-    assert all(had[LAST + trial + 1 :])
+@pytest.mark.parametrize("sees_newest", [True, False])
+def test_it_comes_back(sees_newest):
+    pause = Pause(LAG)
+    run(pause, 0.5, 500, sees_newest)
+    had = run(pause, 2.0, 500, sees_newest)
+    assert all(had[LAST + LAG + 2 :])
 
 
 def test_noise_does_not_pause():
-    random, pause = np.random.default_rng(0), Pause()
+    random, pause = np.random.default_rng(0), Pause(LAG)
     drafts = [pause.after(float(advantage)) for advantage in random.normal(1.5, 0.4, 1000)]
     assert all(drafts)
 
 
 def test_rounds_without_drafts_of_their_own_do_not_count():
     """Requests that may not verify drafts."""
-    pause = Pause()
+    pause = Pause(LAG)
     assert all(pause.after(None) for _ in range(100)) and not pause.paused
 
 
@@ -80,11 +81,13 @@ class TestSchedule:
             schedule.planner.cost.request_context = schedule.planner.cost.row_context = 0.0
         return sum(drafted[rounds // 2 :]) / (rounds - rounds // 2)
 
-    def test_good_drafts(self):
-        assert self.serve(right=5, logit=3.0, drafting=0.3, rounds=200) == 1
+    @pytest.mark.parametrize("requests", [4, FEW + 1])
+    def test_good_drafts(self, requests):
+        assert self.serve(right=5, logit=3.0, drafting=0.3, rounds=200, requests=requests) == 1
 
-    def test_drafts_that_are_always_wrong(self):
-        assert self.serve(right=0, logit=-3.0, drafting=0.3, rounds=400) < 0.05
+    @pytest.mark.parametrize("requests", [4, FEW + 1])
+    def test_drafts_that_are_always_wrong(self, requests):
+        assert self.serve(right=0, logit=-3.0, drafting=0.3, rounds=400, requests=requests) < 0.1
 
     def test_drafts_that_only_look_good(self):
         assert self.serve(right=0, logit=3.0, drafting=0.3, rounds=2000) < 0.05
