@@ -96,6 +96,7 @@ class Schedule:
         # Prefills without a decode step in between advance no round, and only the last few matter.
         self.arriving: deque[Arrival] = deque(maxlen=64)
         self.running: deque[Round] = deque()
+        self.last_end: Moment | None = None  # of the round learned from before
 
     def drafted(self, slots: Tensor, host_slots: Sequence[int], owners: Sequence[int], logits: Tensor | None) -> None:
         """Confidences of new drafts: raw logits float32 [B, K], None from a checkpoint without a confidence head,
@@ -168,6 +169,9 @@ class Schedule:
         cost.sampling.observe(len(contexts), done.verified.until(done.sampled))
         if done.drafts:
             cost.drafting.observe(len(contexts), done.sampled.until(done.end))
+        if self.last_end is not None:  # a prefill or nothing to do may lie between, which a median does not mind
+            cost.between.observe(len(contexts), max(0.0, self.last_end.until(done.start)))
+        self.last_end = done.end
         self.planner.reliability.observe(survivals, verified, right)
         self.metrics.observe(
             done.limits,
@@ -177,5 +181,5 @@ class Schedule:
             planned_rows=done.plan.total,
             planned_tokens=done.plan.tokens,
             planned_seconds=done.plan.seconds,
-            real_seconds=done.start.until(done.end),
+            real_seconds=done.start.until(done.end) + cost.between(len(contexts)),
         )

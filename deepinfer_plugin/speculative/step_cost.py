@@ -125,7 +125,7 @@ def measure_context(
 
 
 class SideCost:
-    """Seconds that a step spends beside its forward for so many sequences: the median of what was observed for that
+    """Seconds that a step takes beside its forward for so many sequences: the median of what was observed for that
     number, or for any until there is enough; 0 before the first observation."""
 
     WINDOW, ENOUGH, WINDOW_ALL = 9, 5, 256
@@ -148,7 +148,8 @@ class StepCost:
     """The curve, and what serving has taught since about context length, sampling and drafting.
 
     The curve is measured with short contexts and is the forward alone. What a real forward took beyond it is explained
-    by the tokens attended to, by every row or once per request.
+    by the tokens attended to, by every row or once per request. Time that does not depend on rows matters as much: the
+    more of it, the more a step should carry.
     """
 
     WINDOW, ENOUGH, REFIT = 256, 16, 32  # steps kept, needed, and between two fits
@@ -162,7 +163,7 @@ class StepCost:
         self._table = np.zeros(0)
         self._steps: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
         self._observed = 0
-        self.sampling, self.drafting = SideCost(), SideCost()
+        self.sampling, self.drafting, self.between = SideCost(), SideCost(), SideCost()
 
     @property
     def profiled(self) -> bool:
@@ -174,11 +175,13 @@ class StepCost:
         return "no step-cost curve" if self.curve is None else "the step-cost curve is flat, rows look free"
 
     def steps(self, least: int, most: int) -> NDArray[np.float64]:
-        """Seconds of steps of ``least`` requests and least..most rows, sampled and drafted for, without context."""
+        """Seconds of steps of ``least`` requests and least..most rows without context: the forward, sampling, drafting,
+        and what passes until the next one can start."""
         assert self.curve is not None
         if len(self._table) <= most:
             self._table = self.curve.at(np.arange(2 * most + 1))
-        return self._table[least : most + 1] + self.sampling(least) + self.drafting(least)
+        beside = self.sampling(least) + self.drafting(least) + self.between(least)
+        return self._table[least : most + 1] + beside
 
     def observe(self, rows: int, seconds: float, row_tokens: int, request_tokens: int) -> None:
         """The forward of a verification of ``rows`` rows took ``seconds``. row_tokens: context tokens summed over

@@ -66,7 +66,12 @@ class TestMeasuring:
             return 1.0 if calls.count(rows) in (1, 3) else rows * 1e-3  # the warm-up and one of five are slow
 
         assert measure(run, [8, 16], padded=True) == Curve((8, 16), (8e-3, 16e-3), True)
-        assert calls == [8] * 6 + [16] * 6
+        assert calls == [8, 16] * 6, "they take turns: what else runs on the machine meets both"
+
+    def test_more_rows_never_look_faster_in_an_eager_step(self):
+        times = {1: 5.0, 2: 3.0, 4: 4.0, 8: 9.0}
+        assert measure(times.__getitem__, list(times), padded=False).seconds == (4.0, 4.0, 4.0, 9.0)
+        assert measure(times.__getitem__, list(times), padded=True).seconds == (5.0, 3.0, 4.0, 9.0)
 
     def test_context_is_told_apart_by_shape(self):
         def run(rows: int, each: int, context: int) -> float:
@@ -178,6 +183,9 @@ class TestCorrections:
         cost.sampling.observe(2, 1e-3)
         assert cost.sampling(2) == 1e-3
         assert cost.steps(2, 4) == pytest.approx([11e-3] * 3)
+        cost.drafting.observe(2, 2e-3)
+        cost.between.observe(2, 3e-3)
+        assert cost.steps(2, 4) == pytest.approx([16e-3] * 3)
 
     def test_profiled(self):
         assert StepCost(GRAPHS).profiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -386,6 +387,18 @@ def test_a_schedule_never_gives_rows_to_requests_that_keep_counts(model):
     for _ in range(4):
         desk.step()
         assert desk.lengths_verified[1] == 1
+
+
+def test_time_between_steps_is_part_of_a_step(model):
+    """What the host does between two steps is paid once a step, however many rows it has."""
+    desk = Desk(model.network, [ids(9 + i) for i in range(2)], model.config.vocab_size, cost=StepCost(FREE))
+    for _ in range(8):
+        desk.step()
+        time.sleep(0.05)
+    cost = desk.worker.schedule.planner.cost
+    assert cost.between(2) >= 0.05 and cost.sampling(2) > 0 and cost.drafting(2) > 0
+    plain = StepCost(FREE)
+    assert (cost.steps(2, 12) - plain.steps(2, 12)).min() >= 0.05
 
 
 def test_requests_that_have_just_ended_are_still_in_the_batch(model):
