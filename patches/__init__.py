@@ -19,6 +19,7 @@ from ..settings import disabled_hooks
 from . import (
     command_line,
     cut_character,
+    eplb_algorithm,
     last_location,
     model_class,
     page_pool,
@@ -44,6 +45,8 @@ HOOKS: tuple[Hook, ...] = (
     cut_character.HOOK,
     last_location.HOOK,
     token_locations.HOOK,
+    eplb_algorithm.NAME,
+    eplb_algorithm.REBALANCE,
 )
 
 State = Literal["in place", "switched off", "missing"]
