@@ -21,6 +21,7 @@ setup: $(READY)
 $(READY): $(LOCKS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "$(PYTHON) is not Python 3.11, for which requirements/ is locked; pass PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): about 3 GB to download, a few minutes"
 	$(BIN)/python -m pip install --quiet --no-deps $(addprefix -r ,$(LOCKS))
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.ready-*

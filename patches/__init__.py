@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from ..settings import disabled_hooks
 from . import (
+    administration,
+    bad_requests,
     command_line,
     cut_character,
     eplb_algorithm,
@@ -27,7 +29,6 @@ from . import (
     replayed_tokens,
     request_facts,
     token_locations,
-    token_range,
 )
 from .hook import Hook
 
@@ -41,12 +42,13 @@ HOOKS: tuple[Hook, ...] = (
     page_pool.HOOK,
     request_facts.HOOK,
     replayed_tokens.HOOK,
-    token_range.HOOK,
+    bad_requests.HOOK,
     cut_character.HOOK,
     last_location.HOOK,
     token_locations.HOOK,
     eplb_algorithm.NAME,
     eplb_algorithm.REBALANCE,
+    *administration.HOOKS,
 )
 
 State = Literal["in place", "switched off", "missing"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import pytest
 
 from deepinfer_plugin import patches, platform
 from deepinfer_plugin.model_impl import ARCHITECTURE
+from deepinfer_plugin.patches import administration
+from deepinfer_plugin.patches.bad_requests import MOST_ANSWERS, validate_one_request
 from deepinfer_plugin.patches.replayed_tokens import update_request_meta_info
-from deepinfer_plugin.patches.token_range import validate_one_request
 
 from .probes import ask
 
@@ -208,3 +210,41 @@ def test_prompts_the_network_cannot_read_are_refused():
             check(wrong)
     check([3, 10], "LlamaForCausalLM")
     check([], "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"top_logprobs_num": 11}, "top_logprobs_num 11 .*legal: 0 to 10"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num -1 .*legal: 0 to 10"),
+        ({"sampling_params": {"n": 0}}, f"n 0: legal: 1 to {MOST_ANSWERS}"),
+        ({"sampling_params": {"n": 100_000}}, f"n 100000: legal: 1 to {MOST_ANSWERS}"),
+        ({"sampling_params": {"stop_regex": "(["}}, r"stop_regex '\(\[' is no regular expression"),
+        ({"sampling_params": {"stop_regex": ["a", "*"]}}, "stop_regex .* is no regular expression"),
+    ],
+)
+def test_requests_that_would_end_or_block_the_server(asked, words):
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[ARCHITECTURE]), vocab_size=10)
+    manager = SimpleNamespace(model_config=config)
+    with pytest.raises(ValueError, match=words):
+        validate_one_request(lambda *args: None, manager, SimpleNamespace(**asked), [1])
+    fine = {"top_logprobs_num": 10, "sampling_params": {"n": MOST_ANSWERS, "stop_regex": ["a+", "(b|c)"]}}
+    validate_one_request(lambda *args: None, manager, SimpleNamespace(**fine), [1])
+
+
+@pytest.mark.parametrize("hook", administration.HOOKS, ids=lambda hook: hook.name)
+def test_administration_that_would_end_the_server(hook):
+    async def original(self):
+        return "done"
+
+    def answer(architecture):
+        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+        return asyncio.run(hook.around(original, SimpleNamespace(model_config=config)))
+
+    assert answer("LlamaForCausalLM") == "done"
+    if "memory" in hook.name:
+        with pytest.raises(ValueError, match="releasing memory is not supported"):
+            answer(ARCHITECTURE)
+    else:
+        success, message, *_ = answer(ARCHITECTURE)
+        assert not success and "replacing weights is not supported" in message

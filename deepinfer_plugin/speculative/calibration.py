@@ -48,6 +48,8 @@ class Calibration:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             temperatures, biases = content["temperatures"], content.get("biases", [0.0] * block)
+        except FileNotFoundError:
+            raise CalibrationError(f"{path}: there is no such file of temperatures") from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CalibrationError(
                 f'{path}: expected {{"temperatures": [{block} numbers], "biases": [{block} numbers]}}, got {error!r}'

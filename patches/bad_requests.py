@@ -1,0 +1,57 @@
+"""What the network cannot read, and what would end or block the server, is a client's mistake: a 400.
+
+``/generate`` takes ids as they come and SGLang checks their number only: an id outside the vocabulary would be read out
+of bounds in the scheduler, which takes every other request down with it; so would a text of no tokens at all,
+embeddings in place of ids, from which Engram could hash nothing, and more top log-probabilities than there are tokens.
+A hundred thousand answers to one prompt keep the server from talking to anybody else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..model_impl import serves
+from .hook import Hook
+
+MOST_ANSWERS = 1024  # to one prompt, ``n``; each is a request of its own, made at once
+
+
+def validate_one_request(original: Callable[..., None], self: Any, obj: Any, input_ids: Any) -> None:
+    if serves(self.model_config):
+        for problem in _problems(obj, input_ids, self.model_config.vocab_size):
+            raise ValueError(problem)
+    original(self, obj, input_ids)
+
+
+def _problems(obj: Any, input_ids: Any, vocabulary: int) -> Iterator[str]:
+    if getattr(obj, "input_embeds", None) is not None:
+        yield "input_embeds is not supported by this model; send input_ids or text"
+    if input_ids is None or not len(input_ids):
+        yield "the prompt is empty: it has no tokens"
+    for token in (min(input_ids), max(input_ids)):
+        if not 0 <= token < vocabulary:
+            yield f"input_ids contains {token}; legal: 0 to {vocabulary - 1}"
+    top = getattr(obj, "top_logprobs_num", None) or 0
+    if isinstance(top, int) and not 0 <= top <= vocabulary:
+        yield f"top_logprobs_num {top} (top_logprobs in chat): legal: 0 to {vocabulary}"
+    sampling = getattr(obj, "sampling_params", None) or {}
+    answers = sampling.get("n", 1)
+    if isinstance(answers, int) and not 1 <= answers <= MOST_ANSWERS:
+        yield f"n {answers}: legal: 1 to {MOST_ANSWERS}"
+    patterns = sampling.get("stop_regex") or ()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"stop_regex {pattern!r} is no regular expression: {error}"
+
+
+HOOK = Hook(
+    "bad_requests",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+    validate_one_request,
+    "a request with a token id outside the vocabulary stops the server",
+    required=False,
+)
