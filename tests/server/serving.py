@@ -15,9 +15,10 @@ import requests
 
 from deepinfer_plugin.local_server import LocalServer
 
+START_S = 3600  # from start to first use: a server starts up while the one before it is still used
 ANSWER_S = 240  # a request that takes longer than this on a loaded machine hangs
 IDLE_S = 60
-GRACE_S = 3  # SGLang takes longer to say goodbye than anybody here wants to wait
+GRACE_S = 1  # SGLang takes longer to say goodbye than anybody here wants to wait
 
 # SGLang checks at every idle moment that free, evictable and protected pages add up and that every request row came
 # back, and dies if not. Here it does so after every step as well, and looks for pages with two owners; our own debug
@@ -29,12 +30,13 @@ CHECKS = {
     "CXX": "/nonexistent",
     "OMP_NUM_THREADS": "1",
 }
-RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}  # a running request out every 5th forward
+TRAINED = Path(__file__).parents[2] / "examples" / "train_tiny" / "checkpoint"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to serve the tiny checkpoint. ``chunk``: rows of a prefill step, None for the whole prompt at once."""
+    """One way to serve. ``chunk``: rows of a prefill step, None for the whole prompt at once; ``checkpoint``: None for
+    the tiny one."""
 
     page_size: int
     chunk: int | None
@@ -43,13 +45,25 @@ class Variant:
     env: dict[str, str] = field(default_factory=dict)
     retracts: bool = False
     slots: int = 32
+    checkpoint: Path | None = None
+
+
+def _retract(interval: int) -> dict[str, str]:
+    """A running request is retracted every so many forwards. More often than every 17th, and long answers on servers
+    that recompute prefixes are mostly prefills."""
+    return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
 def _small(*flags: str) -> tuple[str, ...]:
     return ("--max-running-requests", "8", *flags)
 
 
-# Tests run in this order, so that each server starts once and is stopped before the next but one starts.
+def _speculating(mode: str, *flags: str) -> tuple[str, ...]:
+    return ("--deepinfer-speculation", mode, *flags)
+
+
+# Tests run in this order, so that each server starts once and is stopped before the next but one starts. "default" and
+# "trained" have the flags that users start with, none: they speculate, as many drafts as pay.
 VARIANTS = {
     "default": Variant(128, 512, replay=True),
     "retracting": Variant(
@@ -59,9 +73,9 @@ VARIANTS = {
         # Room for one long request, or a handful of short ones: pages are evicted, and run out.
         flags=(
             *_small("--page-size", "64", "--chunked-prefill-size", "256", "--disable-overlap-schedule"),
-            *("--max-total-tokens", "4096"),
+            *_speculating("off", "--max-total-tokens", "4096"),
         ),
-        env=RETRACT,
+        env=_retract(5),
         retracts=True,
         slots=8,
     ),
@@ -69,8 +83,8 @@ VARIANTS = {
         128,
         128,
         replay=False,
-        flags=_small("--deepinfer-exact-prefix", "--chunked-prefill-size", "128"),
-        env=RETRACT,
+        flags=_small(*_speculating("off", "--deepinfer-exact-prefix", "--chunked-prefill-size", "128")),
+        env=_retract(5),
         retracts=True,
         slots=8,
     ),
@@ -80,20 +94,20 @@ VARIANTS = {
         replay=False,
         flags=(
             *_small("--deepinfer-exact-prefix", "--page-size", "64", "--chunked-prefill-size", "-1"),
-            *("--log-requests", "--log-requests-level", "3"),
+            *_speculating("off", "--log-requests", "--log-requests-level", "3"),
         ),
         slots=8,
     ),
-    "speculating": Variant(128, 512, replay=True, flags=("--deepinfer-speculation", "fixed")),
+    "speculating": Variant(128, 512, replay=True, flags=_speculating("fixed")),
     "speculating exact": Variant(
         64,
         128,
         replay=False,
         flags=(
-            *_small("--deepinfer-speculation", "fixed", "--deepinfer-exact-prefix", "--chunked-prefill-size", "128"),
-            *("--page-size", "64", "--disable-overlap-schedule"),
+            *_small("--deepinfer-exact-prefix", "--chunked-prefill-size", "128"),
+            *_speculating("fixed", "--page-size", "64", "--disable-overlap-schedule"),
         ),
-        env=RETRACT,
+        env=_retract(17),
         retracts=True,
         slots=8,
     ),
@@ -101,13 +115,15 @@ VARIANTS = {
         128,
         128,
         replay=False,
-        flags=_small(
-            "--deepinfer-speculation", "scheduled", "--deepinfer-exact-prefix", "--chunked-prefill-size", "128"
+        flags=(
+            *_small("--deepinfer-exact-prefix", "--chunked-prefill-size", "128"),
+            *_speculating("scheduled", "--enable-metrics"),
         ),
-        env=RETRACT,
+        env=_retract(17),
         retracts=True,
         slots=8,
     ),
+    "trained": Variant(128, 512, replay=True, checkpoint=TRAINED),
 }
 
 
@@ -235,8 +251,8 @@ def _greedy(count: int, sampling: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class Servers:
-    """Starts servers as tests ask for them. While one works the next one planned starts up beside it; never more than
-    two are alive."""
+    """Starts servers as tests ask for them, on the checkpoint at ``model_path`` unless a variant has its own. While one
+    works the next one planned starts up beside it; never more than two are alive."""
 
     def __init__(self, model_path: Path, logs: Path, planned: Sequence[str]):
         self.model_path, self.logs, self.planned = model_path, logs, list(planned)
@@ -262,10 +278,11 @@ class Servers:
     def _start(self, name: str) -> Served:
         variant = VARIANTS[name]
         server = LocalServer(
-            self.model_path,
+            variant.checkpoint or self.model_path,
             *variant.flags,
             log=self.logs / f"{name}.log",
             env={**CHECKS, "XDG_CACHE_HOME": str(self.logs), **variant.env},
+            timeout_s=START_S,
         )
         server.start()
         self.alive[name] = Served(name, server)

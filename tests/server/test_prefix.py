@@ -114,7 +114,8 @@ def test_every_streamed_chunk_says_what_was_replayed(served):
     ids = random_ids(200, seed=40)
     served.generate(ids, 1)
     answers = list(served.stream(ids, 5))
-    assert [len(answer.ids) for answer in answers] == [1, 2, 3, 4, 5]
+    lengths = [len(answer.ids) for answer in answers]
+    assert lengths == sorted(set(lengths)) and lengths[-1] == 5  # right drafts come in one chunk
     assert {(answer.cached, answer.replayed) for answer in answers} == {(128, 128)}
 
 

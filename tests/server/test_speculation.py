@@ -5,15 +5,34 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 
 import pytest
+import requests
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from .reference import random_ids, same
 from .test_equality import SOME, abort, check
 
 SPECULATING = pytest.mark.parametrize("served", ["speculating", "speculating exact", "scheduled"], indirect=True)
-ON_DEFAULT = pytest.mark.parametrize("served", ["speculating"], indirect=True)
+FIXED = pytest.mark.parametrize("served", ["speculating"], indirect=True)
+BLOCK = 5  # drafts
+
+
+def check_figures(meta):
+    """What an answer says about its own speculation adds up, however many drafts were thought worth a row."""
+    rounds, right = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
+    emitted = 1 + meta["num_retractions"] + rounds + right  # each prefill gives a token, each verification one more
+    assert 1 <= meta["completion_tokens"] <= emitted
+    assert meta["num_retractions"] or emitted - meta["completion_tokens"] <= BLOCK, "only the last block is cut"
+    assert meta["spec_accept_length"] == pytest.approx(meta["completion_tokens"] / rounds)
+    assert meta["spec_accept_length"] >= 1
+    assert 1 <= meta["spec_cap_length"] <= BLOCK + 1 and right <= round((meta["spec_cap_length"] - 1) * rounds)
+    assert meta["spec_num_proposed_drafts"] == BLOCK * rounds
+    assert meta["spec_accept_rate"] == pytest.approx(right / (BLOCK * rounds))
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert sum(histogram) == rounds and sum(drafts * times for drafts, times in enumerate(histogram)) == right
 
 
 @SPECULATING
@@ -28,15 +47,13 @@ def test_long_answers_cross_pages_and_windows(served, reference):
     answers = served.together(served.generate, [(ids, 140) for ids in prompts], 4)
     for ids, answer in zip(prompts, answers, strict=True):
         reference.one_shot(ids, answer.ids, f"{answer.meta['num_retractions']} retractions")
-        assert answer.meta["spec_verify_ct"] < 139, "some draft must have been verified and right"
-        assert answer.meta["spec_accept_length"] > 1
-        if served.name == "scheduled":
-            assert 1 <= answer.meta["spec_cap_length"] < 6
-        else:
-            assert answer.meta["spec_cap_length"] == 6
+        check_figures(answer.meta)
+        if served.name != "scheduled":  # which may find no draft worth a row, depending on the machine
+            assert answer.meta["spec_cap_length"] == BLOCK + 1
+            assert answer.meta["spec_num_correct_drafts"] > 0
 
 
-@ON_DEFAULT
+@FIXED
 def test_prefix_hits_are_the_same_rule(served, reference):
     """Only committed pages are kept for others, whatever drafts were written beyond."""
     tree, ids = reference.tree(128), random_ids(250, seed=22)
@@ -52,7 +69,7 @@ def test_prefix_hits_are_the_same_rule(served, reference):
         conversation = [*conversation, *answer.ids, *random_ids(5, seed=turn_length)]
 
 
-@ON_DEFAULT
+@FIXED
 def test_log_probabilities_of_every_token(served, reference):
     ids = random_ids(33, seed=24)
     answer = served.generate(ids, 12, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[7])
@@ -68,7 +85,7 @@ def test_log_probabilities_of_every_token(served, reference):
         torch.testing.assert_close(values, expected.gather(1, tokens), atol=1e-4, rtol=1e-4)
 
 
-@ON_DEFAULT
+@FIXED
 def test_what_counts_tokens_verifies_one_row(served):
     ids = random_ids(20, seed=25)
     for sampling in ({"frequency_penalty": 0.9}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.3}):
@@ -76,7 +93,7 @@ def test_what_counts_tokens_verifies_one_row(served):
         assert meta["spec_cap_length"] == 1.0 and meta["spec_verify_ct"] == 9
 
 
-@ON_DEFAULT
+@FIXED
 def test_bias_and_sampling_reach_every_row(served, reference):
     ids = random_ids(21, seed=26)
     assert served.generate(ids, 9, sampling={"logit_bias": {"77": 1000.0}}).ids == [77] * 9
@@ -85,7 +102,7 @@ def test_bias_and_sampling_reach_every_row(served, reference):
     reference.one_shot(ids, served.generate(ids, 15, sampling={"temperature": 0.7, "min_p": 1.0}).ids, "min_p 1")
 
 
-@ON_DEFAULT
+@FIXED
 def test_answers_end_inside_a_block(served, reference):
     ids = random_ids(22, seed=27)
     whole = served.generate(ids, 40).ids
@@ -121,7 +138,7 @@ def test_grammars_are_walked_over_drafts(served):
             assert json.loads(texts[1][0])["a"] in ("x", "y")
 
 
-@ON_DEFAULT
+@FIXED
 def test_abort_in_mid_answer(served, reference):
     ids = random_ids(140, seed=29)
     body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}}
@@ -137,7 +154,7 @@ def test_abort_in_mid_answer(served, reference):
     same(served.generate(ids, 8).ids, tree.serve(ids, 8).ids, "after abort")
 
 
-@ON_DEFAULT
+@FIXED
 def test_the_longest_request(served, reference):
     """Drafts beyond the end of the context have somewhere to go."""
     context = reference.model.config.max_position
@@ -147,9 +164,59 @@ def test_the_longest_request(served, reference):
     same(answer.ids[:3], reference.model.generate(ids, 3, ignore_eos=True, chunk=512), "far out")
 
 
-@ON_DEFAULT
+@FIXED
 def test_sampling_masks_are_refused(served):
     body = {"temperature": 0.5, "top_k": 5, "max_new_tokens": 4}
     assert "speculative" in served.refused(
         "/generate", input_ids=[5, 6], sampling_params=body, return_sampling_mask=True
     )
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+
+def metrics(served):
+    """Our metrics without their common prefix: values by draft position, upper edge of a bucket, or None."""
+    found = defaultdict(dict)
+    text = requests.get(f"{served.server.url}/metrics", timeout=60).text
+    for sample in (each for family in text_string_to_metric_families(text) for each in family.samples):
+        if sample.name.startswith("deepinfer_spec_"):
+            key = sample.labels.get("position") or sample.labels.get("le")
+            found[sample.name.removeprefix("deepinfer_spec_")][key] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("served", ["scheduled"], indirect=True)
+def test_metrics_add_up(served):
+    before = metrics(served)
+    list(served.together(served.generate, [(random_ids(50 + length, seed=31), 40) for length in range(6)], 3))
+    served.wait_idle()
+    found = metrics(served)
+    drafted, trimmed, verified, accepted = (
+        found[f"{name}_total"] for name in ("drafted", "trimmed", "verified", "accepted")
+    )
+    positions = [str(position + 1) for position in range(BLOCK)]
+    assert list(drafted) == positions
+    for position in positions:
+        assert drafted[position] == trimmed[position] + verified[position]
+        assert accepted[position] <= verified[position]
+    for counts in (drafted, verified, accepted):
+        assert list(counts.values()) == sorted(counts.values(), reverse=True), "no draft without those before it"
+    steps, rounds, emitted, unplanned = (
+        found[f"{name}_total"][None] for name in ("steps", "rounds", "emitted_tokens", "unplanned_steps")
+    )
+    assert steps > before["steps_total"].get(None, 0) and rounds >= steps
+    assert emitted == rounds + sum(accepted.values())
+    assert found["profiled"] == {None: 1} and unplanned == 0 and found["broken_confidences_total"] == {None: 0}
+    for name, count, total in (
+        ("accept_length", rounds, emitted),
+        ("planned_rows", steps, None),
+        ("real_rows", steps, rounds + sum(verified.values())),
+        ("planned_seconds", steps, None),
+        ("real_seconds", steps, None),
+    ):
+        buckets = sorted(found[f"{name}_bucket"].items(), key=lambda bucket: float(bucket[0]))
+        heights = [height for _, height in buckets]
+        assert heights == sorted(heights) and heights[-1] == found[f"{name}_count"][None] == count, name
+        assert found[f"{name}_sum"][None] == total or (total is None and found[f"{name}_sum"][None] > 0), name
+    assert found["accept_length_bucket"][f"{BLOCK + 1}.0"] == rounds
