@@ -94,10 +94,10 @@ class LocalServer:
     def wait_ready(self) -> None:
         """
         Raises:
-            ServerDied: the process exited; TimeoutError: no answer within ``timeout_s``.
+            ServerDied: the process exited; TimeoutError: no answer within ``timeout_s`` of the start, nor now.
         """
         assert self.process is not None
-        while time.monotonic() - self.started < self.timeout_s:
+        while True:
             if self.process.poll() is not None:
                 raise ServerDied(f"server exited with {self.process.returncode}\n{self.tail()}")
             try:
@@ -106,8 +106,9 @@ class LocalServer:
                     return
             except requests.RequestException:
                 pass
+            if time.monotonic() - self.started >= self.timeout_s:
+                raise TimeoutError(f"server not ready after {self.timeout_s:.0f} s\n{self.tail()}")
             time.sleep(0.25)
-        raise TimeoutError(f"server not ready after {self.timeout_s:.0f} s\n{self.tail()}")
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -51,3 +51,31 @@ def test_all_of_a_group_ends(tmp_path):
     assert len(members) == 2
     server.stop(grace_s=1)
     assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
+
+
+ANSWERS = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_is_asked_for_late_is_ready(tmp_path):
+    """It started beside others that were used for longer than it may take."""
+    server = LocalServer("nowhere", log=tmp_path / "log", timeout_s=60)
+    server.command = [sys.executable, "-c", ANSWERS, str(server.port)]
+    with server:
+        server.started -= 100
+        server.ready_s = 0.0
+        server.wait_ready()
+        assert server.ready_s > 100
+
+
+def test_a_server_that_never_answers(tmp_path):
+    server = LocalServer("nowhere", log=tmp_path / "log", timeout_s=1)
+    server.command = [sys.executable, "-c", "import time; time.sleep(99)"]
+    with pytest.raises(TimeoutError, match="not ready after 1 s"), server:
+        pass

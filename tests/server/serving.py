@@ -15,7 +15,6 @@ import requests
 
 from deepinfer_plugin.local_server import LocalServer
 
-START_S = 3600  # from start to first use: a server starts up while the one before it is still used
 ANSWER_S = 240  # a request that takes longer than this on a loaded machine hangs
 IDLE_S = 60
 GRACE_S = 1  # SGLang takes longer to say goodbye than anybody here wants to wait
@@ -282,7 +281,6 @@ class Servers:
             *variant.flags,
             log=self.logs / f"{name}.log",
             env={**CHECKS, "XDG_CACHE_HOME": str(self.logs), **variant.env},
-            timeout_s=START_S,
         )
         server.start()
         self.alive[name] = Served(name, server)
