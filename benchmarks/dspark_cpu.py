@@ -24,6 +24,7 @@ from typing import Any
 
 import requests
 from cpu_smoke import where
+from lossless import speculation
 
 from deepinfer_plugin.local_server import LocalServer
 
@@ -68,13 +69,6 @@ def tokens_a_round(answers: list[dict[str, Any]]) -> float:
             tokens += len(each["output_ids"]) - 1  # the first comes from the prefill
             rounds += each["meta_info"]["spec_verify_ct"]
     return tokens / rounds if rounds else 1.0
-
-
-def verified(answers: list[dict[str, Any]]) -> float:
-    """Rows per request and verification."""
-    rounds = [each["meta_info"].get("spec_verify_ct", 0) for each in answers]
-    rows = [each["meta_info"].get("spec_cap_length", 1.0) for each in answers]
-    return sum(a * b for a, b in zip(rounds, rows, strict=True)) / sum(rounds) if sum(rounds) else 1.0
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -127,12 +121,13 @@ def main() -> int:
         for mode in MODES:
             found, given = rates[load, mode], answers[load, mode]
             figures["different_answers"] += sum(a["output_ids"] != b for a, b in zip(given, plain, strict=True))
+            drafts = speculation(given)
             modes[mode] = {
                 "tokens_per_s": statistics.median(found),
                 "over_off": statistics.median(found) / off,
                 "spread": (max(found) - min(found)) / statistics.median(found),
                 "tokens_a_round": tokens_a_round(given),
-                "rows_a_request": verified(given),
+                "rows_a_request": 1 + drafts["verified"] / max(1, drafts["verifications"]),
             }
     scheduled = {load: modes["scheduled"]["over_off"] for load, modes in figures["loads"].items()}
     figures |= {"worst_vs_off": min(scheduled.values()), "speedup_at_1": scheduled.get("1")}

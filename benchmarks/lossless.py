@@ -23,6 +23,7 @@ from typing import Any
 
 import requests
 import torch
+from chi_square import LEAST, p_value
 from cpu_smoke import where
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -36,7 +37,6 @@ TEXT = "class A("  # what follows is open, and yet drafts are often right
 TEMPERATURES, TOP_P = (0.7, 1.0), 0.9
 NEW, EACH = 4, 32  # tokens of a draw, draws of a request
 AT_ONCE = 2  # requests: while one ends the next one's draws join
-LEAST = 5.0  # draws that a cell of the test must expect
 IMPROBABLE = 1e-4
 
 Tokens = tuple[int, ...]
@@ -83,32 +83,13 @@ def p_values(drawn: Sequence[Tokens], after: After) -> dict[str, float]:
     observed, row = torch.zeros_like(expected), {token: index for index, token in enumerate(common)}
     for one, two, *_ in drawn:
         observed[(row[one], two) if one in row else (-1, one)] += 1
-    found = {"tokens 1-2": p_value(observed, expected)}
+    found = {"tokens 1-2": p_value(observed, expected * len(drawn))}
     for length in range(2, NEW):
         ((head, _),) = Counter(tokens[:length] for tokens in drawn).most_common(1)
         following = [tokens[length] for tokens in drawn if tokens[:length] == head]
-        found[f"token {length + 1}"] = p_value(
-            torch.bincount(torch.tensor(following), minlength=len(first)), after(head)
-        )
+        observed = torch.bincount(torch.tensor(following), minlength=len(first))
+        found[f"token {length + 1}"] = p_value(observed, after(head) * len(following))
     return found
-
-
-def p_value(observed: Tensor, probabilities: Tensor) -> float:
-    """Pearson's test. Cells expected less than ``LEAST`` times are pooled, and the rarest of the others with them
-    until the pool is expected as often. 0 if something was observed that cannot be; 1 if only one cell is left."""
-    observed, probabilities = observed.double().flatten(), probabilities.flatten()
-    if observed[probabilities == 0].any():
-        return 0.0
-    expected, order = (probabilities * observed.sum()).sort()
-    observed = observed[order]
-    before = expected.cumsum(0) - expected
-    pooled = (expected < LEAST) | ((before > 0) & (before < LEAST))
-    observed, expected = (torch.cat([each[~pooled], each[pooled].sum()[None]]) for each in (observed, expected))
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    if len(expected) < 2:
-        return 1.0
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), statistic / 2))
 
 
 def speculation(answers: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
 import pytest
 
 from deepinfer_plugin import arguments
-from deepinfer_plugin.cli import main
 from deepinfer_plugin.cli import plan as command
 from deepinfer_plugin.model.checkpoint import DTYPE_NAMES, INDEX, expected_tensors
 from deepinfer_plugin.model.config import V41Config
@@ -21,17 +21,8 @@ SHARDS = 4
 
 
 @pytest.fixture
-def plan(capsys):
-    """``deepinfer plan`` with these arguments: exit code, what it printed, what it complained about."""
-
-    def run(*argv):
-        try:
-            code = main(["plan", *map(str, argv)])
-        except SystemExit as exit:  # argparse
-            code = exit.code
-        return code, *capsys.readouterr()
-
-    return run
+def plan(deepinfer):
+    return functools.partial(deepinfer, "plan")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -10,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepinfer_plugin.cli import main
 from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.checkpoint import INDEX
 from deepinfer_plugin.model.memory import PagePool, StatePool
@@ -26,17 +26,8 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def profile(capsys):
-    """``deepinfer profile`` with these arguments: exit code, what it printed, what it complained about."""
-
-    def run(*argv):
-        try:
-            code = main(["profile", "--device", "cpu", *map(str, argv)])
-        except SystemExit as exit:  # argparse
-            code = exit.code
-        return code, *capsys.readouterr()
-
-    return run
+def profile(deepinfer):
+    return functools.partial(deepinfer, "profile", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")

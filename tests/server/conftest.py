@@ -7,7 +7,6 @@ A test takes ``served`` and, unless it says otherwise, talks to the server with 
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from deepinfer_plugin.model import V41
 from .reference import Reference
 from .serving import VARIANTS, Servers
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "examples" / "train_tiny"), str(ROOT / "benchmarks")]  # modules imported by plain name
+HERE = Path(__file__).parent
 DIRECTORY = "my-deepseek-v4-copy"  # a name that must not decide anything
 
 

@@ -7,6 +7,8 @@ import json
 import lossless
 import pytest
 import torch
+from chi_square import p_value
+from demo import PERSON, WEATHER
 from heldout import HeldOut, chat_prompts, code_prompts
 
 from deepinfer_plugin.model import V41
@@ -20,25 +22,6 @@ from .test_speculation import check_figures
 
 ON_TRAINED = pytest.mark.parametrize("served", ["trained"], indirect=True)
 EACH, NEW = 4, 48  # prompts of each kind, most tokens of an answer
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the current weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "The city"}},
-            "required": ["city"],
-        },
-    },
-}
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
-    "required": ["name", "age", "city"],
-    "additionalProperties": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -171,5 +154,5 @@ def test_other_distributions_are_detected(wrong, detected):
 
 def test_impossible_tokens_are_detected():
     probabilities = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
-    assert lossless.p_value(torch.tensor([500, 500, 0]), probabilities) == 1
-    assert lossless.p_value(torch.tensor([500, 499, 1]), probabilities) == 0
+    assert p_value(torch.tensor([500, 500, 0]), 1000 * probabilities) == 1
+    assert p_value(torch.tensor([500, 499, 1]), 1000 * probabilities) == 0

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chi_square import p_value
 
 from deepinfer_plugin.speculative.acceptance import distribution, draw, verify, verify_chosen
 from deepinfer_plugin.speculative.randomness import DRAFT, uniform
-
-from .chi_square import p_value
 
 K, V = 5, 12
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from chi_square import p_value
 
 from deepinfer_plugin.speculative.acceptance import distribution, draw, verify
 from deepinfer_plugin.speculative.planner import LaggedSurvival, Planner, allocate, survival
 from deepinfer_plugin.speculative.randomness import DRAFT, uniform
 from deepinfer_plugin.speculative.step_cost import Curve, StepCost
-
-from .chi_square import p_value
 
 K, V, CHAIN, CHAINS = 5, 6, 3, 20_000
 SERVERS, EACH = 100, 4

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chi_square import p_value
 
 from deepinfer_plugin.speculative.randomness import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform
-
-from .chi_square import p_value
 
 N = 200_000
 

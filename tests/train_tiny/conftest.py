@@ -1,4 +1,4 @@
-"""The example's scripts import each other by plain name, as they do when they are run."""
+"""The small training, prepared and done once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tiny"
-sys.path.insert(0, str(EXAMPLE))
 
 
 @pytest.fixture(scope="session")
