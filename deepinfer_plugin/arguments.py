@@ -103,7 +103,7 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
     """Field -> value for SGLang's ``ServerArgs``, for arguments that are already known to be legal."""
     on_cpu = device == "cpu"
     page_size = view.page_size or PAGE_SIZE
-    running = view.max_running_requests or (RUNNING_REQUESTS_CPU if on_cpu else RUNNING_REQUESTS)
+    running = view.max_running_requests or default_running(on_cpu)
     tokens = view.max_total_tokens
     if tokens is None and on_cpu:
         tokens = cpu_tokens(config, page_size, running, view.context_length, settings.cpu_kv_mib << 20)
@@ -133,6 +133,11 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
     if on_cpu:
         declared["sleep_on_idle"] = True  # an idle scheduler polls, which on a CPU takes one of the cores that compute
     return declared
+
+
+def default_running(on_cpu: bool) -> int:
+    """Requests that run at a time unless the user says how many."""
+    return RUNNING_REQUESTS_CPU if on_cpu else RUNNING_REQUESTS
 
 
 def speculates(view: Any, config: V41Config, settings: Settings) -> bool:

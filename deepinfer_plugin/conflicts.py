@@ -201,14 +201,14 @@ def speculation(view: Any, config: V41Config, settings: Settings) -> Iterator[st
     from .speculative.algorithm import NAME
     from .speculative.calibration import CalibrationError, calibration_of
 
-    given, block = view.speculative_algorithm, config.draft_block
+    given, block, speculating = view.speculative_algorithm, config.draft_block, speculates(view, config, settings)
     if given is not None and given.upper() != NAME:
         yield f"--speculative-algorithm {given}: legal: {NAME}, or --deepinfer-speculation"
     elif given is not None and settings.speculation == "off":
         yield f"--deepinfer-speculation off: it contradicts --speculative-algorithm {given}"
-    elif speculates(view, config, settings) and not block:
+    elif speculating and not block:
         yield "--deepinfer-speculation: this checkpoint has no draft head; legal: auto, off"
-    elif speculates(view, config, settings):
+    elif speculating:
         try:
             calibration_of(view.model_path, settings.calibration, block)
         except CalibrationError as error:
@@ -223,7 +223,7 @@ def speculation(view: Any, config: V41Config, settings: Settings) -> Iterator[st
         value = getattr(view, name)
         if value is not None and value != legal:
             yield f"--{name.replace('_', '-')} {value}: the checkpoint drafts blocks of {block}; legal: {legal}"
-    if speculates(view, config, settings) and view.enable_watermark:
+    if speculating and view.enable_watermark:
         yield "--enable-watermark: it is not applied to verified drafts; add --deepinfer-speculation off"
 
 
@@ -237,7 +237,7 @@ def _memory(device: str) -> int:
 
 def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, device: str) -> Iterator[str]:
     """Numbers that must fit each other, with the legal value next to each that does not."""
-    from .arguments import PAGE_SIZE, RUNNING_REQUESTS, RUNNING_REQUESTS_CPU, tokens_for_context
+    from .arguments import PAGE_SIZE, default_running, tokens_for_context
     from .runtime.memory_plan import CapacityError, plan
 
     page_size = PAGE_SIZE if view.page_size is None else view.page_size
@@ -264,7 +264,7 @@ def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, 
 
     running = view.max_running_requests
     if running is None:
-        running = RUNNING_REQUESTS_CPU if device == "cpu" else RUNNING_REQUESTS
+        running = default_running(device == "cpu")
     try:
         plan(
             config,

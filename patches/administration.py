@@ -17,40 +17,33 @@ WEIGHTS = "replacing weights is not supported by this model; start a server on t
 CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 
-async def refuse_memory(original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if serves(self.model_config):
-        raise ValueError(MEMORY)
-    return await original(self, *args, **kwargs)
+def no_memory() -> None:
+    raise ValueError(MEMORY)
 
 
-async def refuse_weights(original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if serves(self.model_config):
-        return False, WEIGHTS
-    return await original(self, *args, **kwargs)
+def no_weights() -> tuple[bool, str]:
+    return False, WEIGHTS
 
 
-async def refuse_weights_from_disk(
-    original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if serves(self.model_config):
-        return False, WEIGHTS, 0
-    return await original(self, *args, **kwargs)
+def no_weights_from_disk() -> tuple[bool, str, int]:
+    return *no_weights(), 0  # requests paused for it
 
 
-def _hook(name: str, target: str, around: Callable[..., Any]) -> Hook:
+def _hook(name: str, answer: Callable[[], Any], target: str = CONTROL) -> Hook:
+    """``answer`` in place of SGLang's method ``name``, for our model."""
+
+    async def around(original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any) -> Any:
+        return answer() if serves(self.model_config) else await original(self, *args, **kwargs)
+
     return Hook(name, f"{target}.{name}", around, f"a request to /{name} can end the server", required=False)
 
 
 HOOKS = (
-    _hook("release_memory_occupation", CONTROL, refuse_memory),
-    _hook("resume_memory_occupation", CONTROL, refuse_memory),
-    _hook("init_weights_update_group", CONTROL, refuse_weights),
-    _hook("update_weights_from_distributed", CONTROL, refuse_weights),
-    _hook("update_weights_from_tensor", CONTROL, refuse_weights),
-    _hook("update_weights_from_ipc", CONTROL, refuse_weights),
-    _hook(
-        "update_weights_from_disk",
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager",
-        refuse_weights_from_disk,
-    ),
+    _hook("release_memory_occupation", no_memory),
+    _hook("resume_memory_occupation", no_memory),
+    _hook("init_weights_update_group", no_weights),
+    _hook("update_weights_from_distributed", no_weights),
+    _hook("update_weights_from_tensor", no_weights),
+    _hook("update_weights_from_ipc", no_weights),
+    _hook("update_weights_from_disk", no_weights_from_disk, "sglang.srt.managers.tokenizer_manager.TokenizerManager"),
 )

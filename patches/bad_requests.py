@@ -9,7 +9,7 @@ A hundred thousand answers to one prompt keep the server from talking to anybody
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ..model_impl import serves
@@ -20,32 +20,31 @@ MOST_ANSWERS = 1024  # to one prompt, ``n``; each is a request of its own, made 
 
 def validate_one_request(original: Callable[..., None], self: Any, obj: Any, input_ids: Any) -> None:
     if serves(self.model_config):
-        for problem in _problems(obj, input_ids, self.model_config.vocab_size):
-            raise ValueError(problem)
+        _check(obj, input_ids, self.model_config.vocab_size)
     original(self, obj, input_ids)
 
 
-def _problems(obj: Any, input_ids: Any, vocabulary: int) -> Iterator[str]:
+def _check(obj: Any, input_ids: Any, vocabulary: int) -> None:
     if getattr(obj, "input_embeds", None) is not None:
-        yield "input_embeds is not supported by this model; send input_ids or text"
+        raise ValueError("input_embeds is not supported by this model; send input_ids or text")
     if input_ids is None or not len(input_ids):
-        yield "the prompt is empty: it has no tokens"
+        raise ValueError("the prompt is empty: it has no tokens")
     for token in (min(input_ids), max(input_ids)):
         if not 0 <= token < vocabulary:
-            yield f"input_ids contains {token}; legal: 0 to {vocabulary - 1}"
+            raise ValueError(f"input_ids contains {token}; legal: 0 to {vocabulary - 1}")
     top = getattr(obj, "top_logprobs_num", None) or 0
     if isinstance(top, int) and not 0 <= top <= vocabulary:
-        yield f"top_logprobs_num {top} (top_logprobs in chat): legal: 0 to {vocabulary}"
+        raise ValueError(f"top_logprobs_num {top} (top_logprobs in chat): legal: 0 to {vocabulary}")
     sampling = getattr(obj, "sampling_params", None) or {}
     answers = sampling.get("n", 1)
     if isinstance(answers, int) and not 1 <= answers <= MOST_ANSWERS:
-        yield f"n {answers}: legal: 1 to {MOST_ANSWERS}"
+        raise ValueError(f"n {answers}: legal: 1 to {MOST_ANSWERS}")
     patterns = sampling.get("stop_regex") or ()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield f"stop_regex {pattern!r} is no regular expression: {error}"
+            raise ValueError(f"stop_regex {pattern!r} is no regular expression: {error}") from None
 
 
 HOOK = Hook(

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     on_cpu, memory = (False, args.memory) if args.memory is not None else _this_machine()
     running, tokens = args.running, args.tokens
     if running is None:
-        running = arguments.RUNNING_REQUESTS_CPU if on_cpu else arguments.RUNNING_REQUESTS
+        running = arguments.default_running(on_cpu)
     try:
         config = V41Config.load(args.dir)
         weight_bytes = Checkpoint.open(args.dir, config).nbytes

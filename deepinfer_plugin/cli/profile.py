@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,22 +117,18 @@ def _drafting_curve(network: Network, pages: PagePool, state: StatePool, curve: 
     verify whole blocks in the largest step of ``curve``."""
     import torch
 
+    from ..speculative.profile_step import timed
     from ..speculative.step_cost import measure
 
     config, device, dspark = network.config, network.norm.weight.device, network.dspark
     assert dspark is not None
     generator = torch.Generator().manual_seed(0)
-    wait: Any = torch.get_device_module(device).synchronize
 
     def run(requests: int) -> float:
         anchors = torch.randint(config.vocab_size, (requests,), generator=generator).to(device)
         positions = torch.full((requests,), config.window, device=device)
         slots = torch.zeros(requests, dtype=torch.int64, device=device)
-        wait()
-        start = time.perf_counter()
-        dspark.draft(anchors, positions, slots, state, pages)
-        wait()
-        return time.perf_counter() - start
+        return timed(lambda: dspark.draft(anchors, positions, slots, state, pages), device)
 
     most = max(1, curve.rows[-1] // (config.draft_block + 1))
     return measure(run, [rows for rows in curve.rows if rows < most] + [most], padded=False)

@@ -174,7 +174,8 @@ class Planner:
         tokens = np.concatenate([[count], count + expected.ravel()[order].cumsum()])
         rates = tokens / seconds
         best = int(rates.argmax())
-        advantage = self._advantage(count, slots, float(rates[best]), float(seconds[0]))
+        self._rate = float(rates[best])
+        advantage = self._advantage(count, slots, float(seconds[0]))
         return Plan(count + best, price, float(tokens[best]), float(seconds[best]), advantage)
 
     def plan_newest(
@@ -229,7 +230,8 @@ class Planner:
             taken += 1
             seconds[taken:] += row_cost[owner]
         self._learn_usual(expected, limits)
-        advantage = self._advantage(count, slots, tokens / float(seconds[taken]), anchors)
+        self._rate = tokens / float(seconds[taken])
+        advantage = self._advantage(count, slots, anchors)
         return Plan(count + taken, price, tokens, float(seconds[taken]), advantage)
 
     def _slots(self, count: int, limits: NDArray[np.integer] | None) -> int:
@@ -240,10 +242,9 @@ class Planner:
             return 0.0
         return CHARGE * self._rate * self.cost.row_context
 
-    def _advantage(self, count: int, slots: int, rate: float, anchors: float) -> float | None:
-        """Of a plan for ``rate`` tokens a second, where verifying and drafting for anchors alone takes ``anchors``."""
-        self._rate = rate
-        return rate * (anchors - self.cost.drafting(count)) / count if slots else None
+    def _advantage(self, count: int, slots: int, anchors: float) -> float | None:
+        """Of the plan just made, where verifying and drafting for anchors alone takes ``anchors`` seconds."""
+        return self._rate * (anchors - self.cost.drafting(count)) / count if slots else None
 
     def _seconds(self, count: int, slots: int, contexts: NDArray[np.integer] | None) -> NDArray[np.float64]:
         """By drafts taken, what attending to contexts costs the anchors included."""

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,21 @@ def step_curve(network: Network, pages: PagePool, state: StatePool, most: int, d
     return curve
 
 
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until the device has done ``work`` and nothing else."""
+    wait: Any = torch.get_device_module(device).synchronize
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
 def measure_step(network: Network, pages: PagePool, state: StatePool, rows: Sequence[int]) -> Curve:
     """Seconds of a forward and its logits at these row counts, and what context adds. Every row is its own request or
     one of a block, and runs in the junk slot and the junk page: nothing a request owns is touched."""
     device, config = network.norm.weight.device, network.config
     generator = torch.Generator().manual_seed(0)
-    wait: Any = torch.get_device_module(device).synchronize
 
     def run(count: int, each: int = 1, context: int = 0) -> float:
         """A step of ``count`` rows, ``each`` of a request that has ``context`` tokens before them."""
@@ -79,11 +88,7 @@ def measure_step(network: Network, pages: PagePool, state: StatePool, rows: Sequ
         columns = -(-(context + each) // pages.layout.page_size)
         table = torch.zeros(requests, columns, dtype=torch.int64, device=device)
         step = Rows.build(tokens, [context] * requests, [each] * requests, [0] * requests, table)
-        wait()
-        start = time.perf_counter()
-        network.logits(network(step, pages, state))
-        wait()
-        return time.perf_counter() - start
+        return timed(lambda: network.logits(network(step, pages, state)), device)
 
     curve = measure(run, rows, padded=False)
     width = config.draft_block + 1
