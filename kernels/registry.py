@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import reference
+from . import cuda, reference
 from .ops import OP_NAMES, PREPARED_FOR, Ops
 
 
@@ -32,7 +32,10 @@ class Provider:
     ops: Callable[[torch.device], Mapping[str, Callable[..., Any]]]
 
 
-_PROVIDERS: list[Provider] = [Provider("reference", lambda device: None, lambda device: reference.OPS)]
+_PROVIDERS: list[Provider] = [
+    Provider("cuda", cuda.unavailable, cuda.ops),
+    Provider("reference", lambda device: None, lambda device: reference.OPS),
+]
 
 
 def register(provider: Provider) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = (".py", ".cu", ".cuh")
 FOLDERS = ("deepinfer_plugin", "model", "kernels", "patches")
 CHECK = """
 import importlib.util, json
@@ -59,9 +60,10 @@ def test_the_wheel_has_every_file(wheel):
     sources = {
         f"deepinfer_plugin/{names[folder]}{file.relative_to(ROOT / folder)}"
         for folder in FOLDERS
-        for file in (ROOT / folder).rglob("*.py")
+        for file in (ROOT / folder).rglob("*.*")
+        if file.suffix in SOURCES
     }
-    assert {str(file.relative_to(wheel)) for file in wheel.rglob("*.py")} == sources
+    assert {str(file.relative_to(wheel)) for file in wheel.rglob("*.*") if file.suffix in SOURCES} == sources
 
 
 def test_the_wheel_takes_no_other_top_level_name(wheel):

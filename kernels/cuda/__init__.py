@@ -1,0 +1,78 @@
+"""The cuda provider: NVIDIA Hopper (compute capability 9.0).
+
+One kernel one file. CUDA C++ (``*.cu``, compiled on first use by ``jit``) where the tensor cores have to be fed by
+hand, Triton elsewhere. Triton kernels also run in Triton's interpreter (TRITON_INTERPRET=1), on a CPU, so that the
+contract suite covers them without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+CAPABILITY = (9, 0)
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why nothing here runs on ``device``, or None."""
+    if device.type == "cpu" and _interpreted():
+        return None
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.cuda is None:
+        return "it needs an NVIDIA GPU"
+    found = torch.cuda.get_device_capability(device)
+    if found != CAPABILITY:
+        return "its kernels are written for compute capability {}.{}, this GPU has {}.{}".format(*CAPABILITY, *found)
+    return None
+
+
+def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
+    """Op -> implementation; on a CPU those that Triton can interpret."""
+    return _triton() | _cpp() if device.type == "cuda" else _triton()
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton() -> dict[str, Callable[..., Any]]:
+    from . import draft, engram, gate, linear, norm_rope, streams
+
+    return _by_name(
+        linear.prepare_linear,
+        linear.linear,
+        linear.prepare_dense,
+        linear.dense,
+        linear.prepare_grouped,
+        linear.grouped_linear,
+        norm_rope.rms_norm,
+        norm_rope.rope,
+        streams.hc_mix,
+        streams.hc_collapse,
+        streams.hc_expand,
+        gate.moe_gate,
+        gate.swiglu,
+        engram.engram_hash,
+        engram.engram_gather,
+        engram.engram_gate,
+        draft.markov,
+        draft.confidence,
+    )
+
+
+def _cpp() -> dict[str, Callable[..., Any]]:
+    from . import experts, index
+
+    return _by_name(
+        index.index_scores,
+        index.candidate_blocks,
+        index.top_groups,
+        experts.prepare_experts,
+        experts.moe_experts,
+    )
+
+
+def _by_name(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {function.__name__: function for function in functions}

@@ -1,0 +1,191 @@
+"""Launches of the routed experts' kernels (``experts.cu``), and the layout of weights they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from . import jit
+
+ROWS, CHANNELS = 64, 128  # of a weight tile
+TILE_BYTES = ROWS * CHANNELS // 2 + ROWS * CHANNELS // 32
+GROUP = 8  # tokens of a core matrix; an expert begins at a multiple
+# Where the four bits of a code (sign, exponent, exponent, mantissa) lie in a half-word, for each of its four codes.
+BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+LARGEST_SCALE = 128  # UE8M0 byte whose factor still fits (``_scales``)
+SHARED_BYTES = 220 << 10
+MOST_PAIRS = 96 << 10  # of one pass: bounds the memory of copies; more tokens go in several passes
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a block shares its work: up to ``columns`` tokens in steps of ``step``, 64 rows for each warpgroup."""
+
+    columns: int
+    step: int
+    warpgroups: int  # as many as the registers of a multiprocessor hold with these columns
+    fewest: int  # tokens of the experts it serves
+    most: int
+
+
+# How many tokens an expert has is known on the device only. So there is a kernel for each tiling, and each serves the
+# experts with its numbers of tokens.
+FEW, MANY = Tiling(64, 8, 4, 1, 64), Tiling(256, 32, 2, 65, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The weights of one product, for all experts."""
+
+    tiles: Tensor  # uint8 [experts, row tiles, channel tiles, TILE_BYTES]
+    factors: Tensor  # float32 [experts], powers of two taken out of the scales
+    nan_scales: bool
+
+    def kernel(self, tiling: Tiling, topk: int, gated: bool, out: int) -> tuple[jit.Kernel, int]:
+        """The kernel, and the bytes of shared memory it wants."""
+        experts, row_tiles, channel_tiles, _ = self.tiles.shape
+        stage = tiling.warpgroups * TILE_BYTES + tiling.columns * CHANNELS * 2
+        stages = min(12, SHARED_BYTES // stage)
+        kernel = jit.kernel(
+            "experts.cu",
+            "product",
+            tuple(range(tiling.step, tiling.columns + 1, tiling.step)),
+            EXPERTS=experts,
+            TOPK=topk,
+            K=channel_tiles * CHANNELS,
+            ROW_TILES=row_tiles,
+            WARPGROUPS=tiling.warpgroups,
+            GATED=int(gated),
+            NMAX=tiling.columns,
+            STEP=tiling.step,
+            STAGES=stages,
+            OUT=out,
+            NAN_SCALES=int(self.nan_scales),
+            FEWEST=tiling.fewest,
+            MOST=tiling.most,
+        )
+        return kernel, stages * stage
+
+
+@dataclass(frozen=True)
+class Experts:
+    gate_up: Product
+    down: Product
+    hidden: int
+    inner: int
+    wide: reference.moe.Experts  # for float32 activations
+
+
+def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
+    inner, hidden = w13.shape[1] // 2, w2.shape[1]
+    # Rows of a tile: eight gate rows, the eight up rows of the same channels, and so on.
+    channel = torch.arange(inner, device=w13.device).view(-1, 8)
+    alternating = torch.stack((channel, channel + inner), 1).flatten()
+    return Experts(
+        gate_up=pack(w13, s13, alternating),
+        down=pack(w2, s2, torch.arange(hidden, device=w2.device)),
+        hidden=hidden,
+        inner=inner,
+        wide=reference.moe.prepare_experts(w13, s13, w2, s2),
+    )
+
+
+def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
+    """codes uint8 [E, N, K/2], scales UE8M0 [E, N, K/32], ``rows`` int64: which row comes where."""
+    experts, _, half = codes.shape
+    row_tiles, channel_tiles = -(-rows.shape[0] // ROWS), -(-2 * half // CHANNELS)
+    tiles = torch.empty(experts, row_tiles, channel_tiles, TILE_BYTES, dtype=torch.uint8, device=codes.device)
+    factors = torch.empty(experts, dtype=torch.float32, device=codes.device)
+    for expert in range(experts):  # one at a time: the unpacked form is eight times as large
+        padded = torch.zeros(row_tiles * ROWS, channel_tiles * CHANNELS // 2, dtype=torch.uint8, device=codes.device)
+        padded[: rows.shape[0], :half] = codes[expert, rows]
+        tiles[expert, ..., : ROWS * CHANNELS // 2] = _words(padded)
+        tiles[expert, ..., ROWS * CHANNELS // 2 :], factors[expert] = _scales(
+            scales[expert].view(torch.uint8)[rows], row_tiles, channel_tiles
+        )
+    return Product(tiles, factors, bool((scales.view(torch.uint8) == 255).any()))
+
+
+def _words(codes: Tensor) -> Tensor:
+    """uint8 [N, K/2] -> uint8 [N/64, K/128, 4096]: 32-bit words, [two rows of a lane][lane][block of 32 channels]."""
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).to(torch.int32)
+    row_tiles, channel_tiles = nibbles.shape[0] // ROWS, nibbles.shape[1] // CHANNELS
+    # rows: tile, warp, half, eighth; channels: tile, block, step, high, owner, odd
+    fields = nibbles.view(row_tiles, 4, 2, 8, channel_tiles, 4, 2, 2, 4, 2)
+    fields = fields.permute(0, 4, 2, 1, 3, 8, 5, 9, 6, 7)  # tiles, half, warp, eighth, owner, block, odd, step, high
+    fields = fields.reshape(row_tiles, channel_tiles, 2, 4, 8, 4, 4, 2, 4)  # ..., odd, code of the half-word
+    word = torch.zeros(fields.shape[:-2], dtype=torch.int64, device=codes.device)
+    for odd in range(2):
+        for place, bits in enumerate(BITS):
+            for source, bit in zip((3, 2, 1, 0), bits, strict=True):
+                word |= ((fields[..., odd, place] >> source & 1).to(torch.int64)) << (bit + 16 * odd)
+    word = torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+    return word.reshape(row_tiles, channel_tiles, -1).view(torch.uint8)
+
+
+def _scales(scales: Tensor, row_tiles: int, channel_tiles: int) -> tuple[Tensor, Tensor]:
+    """UE8M0 bytes [N, K/32] -> bytes [row tiles, channel tiles, 256], [row][block], and the factor taken out of them.
+
+    A code in bf16's own bits is 2^-126 of its value, so the stored byte is the exponent of 2^126 times the scale. That
+    fits up to a scale of 2; a matrix with larger ones is scaled down as a whole. 255 stays NaN.
+    """
+    finite = scales.to(torch.int32).masked_fill(scales == 255, 0)
+    excess = (finite.max() - LARGEST_SCALE).clamp(min=0)
+    stored = torch.where(scales == 255, 255, (finite - excess).clamp(min=0) + 126).to(torch.uint8)
+    padded = torch.zeros(row_tiles * ROWS, channel_tiles * 4, dtype=torch.uint8, device=scales.device)
+    padded[: scales.shape[0], : scales.shape[1]] = stored
+    by_tile = padded.view(row_tiles, ROWS, channel_tiles, 4).transpose(1, 2)
+    return by_tile.reshape(row_tiles, channel_tiles, -1), torch.exp2(excess.to(torch.float32))
+
+
+def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
+    if x.dtype == torch.float32:
+        return reference.moe.moe_experts(x, weights, ids, experts.wide, limit)
+    tokens, topk = ids.shape
+    out = torch.empty(tokens, experts.hidden, dtype=torch.float32, device=x.device)
+    step = max(1, MOST_PAIRS // topk)
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        _pass(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), experts, limit, out[part])
+    return out
+
+
+def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float, out: Tensor) -> None:
+    tokens, topk = ids.shape
+    count, pairs = experts.gate_up.tiles.shape[0], tokens * topk
+    helper = experts.gate_up.kernel(FEW, topk, True, padded(experts.inner))[0]
+    route, gather, combine = (jit.kernel_like(helper, entry) for entry in ("route", "gather", "combine"))
+
+    groups = -(-pairs // GROUP) + min(count, pairs)  # at most: every expert may end with a part of a group
+    begins = torch.empty(count + 1, dtype=torch.int32, device=x.device)
+    counts = torch.empty(count, dtype=torch.int32, device=x.device)
+    order = torch.empty(groups * GROUP, dtype=torch.int32, device=x.device)
+    in_order = torch.empty(groups * GROUP, dtype=torch.float32, device=x.device)
+    gathered = torch.empty(groups * GROUP, padded(experts.hidden), dtype=x.dtype, device=x.device)
+    # Padding must be zero: its weights are, but a NaN times zero is not.
+    make = torch.empty if padded(experts.inner) == experts.inner else torch.zeros
+    hidden = make(groups * GROUP, padded(experts.inner), dtype=x.dtype, device=x.device)
+    down = torch.empty(pairs, experts.hidden, dtype=x.dtype, device=x.device)
+
+    route.launch((count,), 512, 0, ids, weights, begins, counts, order, in_order, tokens)
+    gather.launch((groups, -(-padded(experts.hidden) // 1024)), 256, 0, x, begins, order, gathered, experts.hidden)
+    blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    tilings = (FEW,) if tokens <= FEW.most else (FEW, MANY)  # a token chooses an expert once
+    for product, gated, left, result in (
+        (experts.gate_up, True, gathered, hidden),
+        (experts.down, False, hidden, down),
+    ):
+        for tiling in tilings:
+            kernel, shared = product.kernel(tiling, topk, gated, result.shape[1])
+            kernel.launch(
+                (blocks,), 128 * (tiling.warpgroups + 1), shared, product.tiles, product.factors, begins, counts,
+                order, in_order, left, result, float(limit),
+            )  # fmt: skip
+    combine.launch((tokens,), 256, 0, down, ids, out, experts.hidden)
+
+
+def padded(channels: int) -> int:
+    return -(-channels // CHANNELS) * CHANNELS

@@ -1,0 +1,88 @@
+// What all kernels share: wgmma plumbing, number formats. Put in front of every kernel file by the compiler driver.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// ---- wgmma -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
+// Keeps the compiler from moving reads and writes of accumulators across the place where it stands.
+template <int N> __device__ __forceinline__ void wgmma_hold(float (&d)[N]) {
+    #pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+// Shared memory written by plain stores becomes visible to the tensor cores (then a barrier).
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ uint4 load_shared16(u32 address) {
+    uint4 r;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
+    return r;
+}
+__device__ __forceinline__ u32 load_shared4(u32 address) {
+    u32 r;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address));
+    return r;
+}
+
+// A K-major operand without swizzle is made of 8 x 16-byte core matrices, each 128 contiguous bytes; ``along_k`` and
+// ``along_n`` are the bytes from one to the next.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 along_k, u32 along_n) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)(along_k >> 4) << 16 | (u64)(along_n >> 4) << 32;
+}
+
+// ---- formats -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u16 to_bf16(float x) { return (u16)pack_bf16(x, 0.f); }
+
+// 2^ceil(log2(amax / largest)) as float32 bits; a NaN or an infinity gives infinity. ``bits`` of a non-negative float.
+__device__ __forceinline__ u32 power_of_two_scale(u32 bits, float largest) {
+    u32 q = __float_as_uint(__fdiv_rn(__uint_as_float(bits), largest)) & 0x7FFFFFFF;
+    return (min(q, 0x7F800000u) + 0x7FFFFFu) & 0x7F800000u;
+}
+
+// Magnitude of the nearest e2m1 value, ties to even codes, saturating at 6.
+__device__ __forceinline__ float e2m1_round(float x) {
+    return x > 5.f ? 6.f : x >= 3.5f ? 4.f : x > 2.5f ? 3.f : x >= 1.75f ? 2.f : x > 1.25f ? 1.5f
+         : x >= 0.75f ? 1.f : x > 0.25f ? 0.5f : 0.f;
+}
+
+// Eight e2m1 codes -> four bf16 pairs, times 2^-126: pair i holds codes i (low half) and i + 4.
+__device__ __forceinline__ void e2m1_pairs(u32 codes, u32 (&pair)[4]) {
+    pair[0] = (codes << 12) & 0x80008000u | (codes << 6) & 0x01C001C0u;
+    pair[1] = (codes << 8) & 0x80008000u | (codes << 2) & 0x01C001C0u;
+    pair[2] = (codes << 4) & 0x80008000u | (codes >> 2) & 0x01C001C0u;
+    pair[3] = codes & 0x80008000u | (codes >> 6) & 0x01C001C0u;
+}
+
+// UE8M0 times 2^126, as a pair of bf16: what turns e2m1_pairs into values. Scales above 2 do not fit: those need
+// ``excess``, a second factor.
+__device__ __forceinline__ u32 e2m1_scale(u32 byte) {
+    u32 bits = byte == 255 ? 0x7FFF : (min(byte, 128u) + 126) << 7;
+    return bits | bits << 16;
+}
+__device__ __forceinline__ u32 e2m1_excess(u32 byte) {
+    u32 bits = byte == 255 ? 0x7FFF : (max(byte, 128u) - 1) << 7;  // 2^(byte - 128), or 1
+    return bits | bits << 16;
+}

@@ -1,0 +1,184 @@
+"""CUDA C++ compiled for Hopper on first use, cached on disk, launched on PyTorch's current stream.
+
+A kernel is a ``.cu`` file of this folder, specialised by macros. NVRTC compiles it to a cubin: it comes with PyTorch,
+so neither a toolkit nor a host compiler is needed, and it works without a GPU. Cubins are kept under
+``$XDG_CACHE_HOME/deepinfer_plugin/kernels``, keyed by everything that goes into them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+ARCH = "sm_90a"  # wgmma exists under this name only
+
+
+class CompileError(RuntimeError):
+    """A kernel does not compile; the message is the compiler's log."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A specialised kernel file."""
+
+    file: str
+    defines: tuple[tuple[str, int], ...]
+    wgmma: tuple[int, ...]  # widths of the wgmma instructions it uses
+
+    @property
+    def text(self) -> str:
+        macros = "".join(f"#define {name} {value}\n" for name, value in self.defines)
+        each = f"#define FOR_EACH_WGMMA(DO) {' '.join(f'DO({n})' for n in self.wgmma)}\n"
+        return macros + each + "".join(map(wgmma, self.wgmma)) + (FOLDER / "hopper.cuh").read_text() + self.body
+
+    @property
+    def body(self) -> str:
+        return (FOLDER / self.file).read_text()
+
+
+def wgmma(n: int) -> str:
+    """C++ of one instruction: d[64, n] (+)= a[64, 16] in registers times b[16, n] in shared memory, bf16 -> float32.
+
+    The operand list grows with n, which no template can write.
+    """
+    count = n // 2
+    accumulators = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""
+__device__ __forceinline__ void wgmma_n{n}(float (&d)[{count}], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                           unsigned long long b, int accumulate) {{
+    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{accumulators}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0;}}"
+        : {outputs} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
+}}
+"""
+
+
+class Kernel:
+    """One entry of a compiled source. Loaded on each device at its first launch there."""
+
+    def __init__(self, source: Source, entry: str):
+        self.source, self.entry = source, entry
+        self._functions: dict[int, Any] = {}
+
+    def launch(self, grid: tuple[int, ...], threads: int, shared: int, *args: Tensor | int | float) -> None:
+        """Launch on the current stream. Tensors are passed as pointers, ints as ``long long``, floats as ``float``.
+
+        Args:
+            grid: up to three sizes; a zero anywhere launches nothing.
+            shared: bytes of dynamic shared memory.
+        """
+        if 0 in grid:
+            return
+        from cuda.bindings import driver
+
+        device = torch.cuda.current_device()
+        function = self._functions.get(device)
+        if function is None:
+            module = _ok(driver.cuModuleLoadData(cubin(self.source)))
+            function = self._functions[device] = _ok(driver.cuModuleGetFunction(module, self.entry.encode()))
+            if shared > 48 << 10:
+                limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _ok(driver.cuFuncSetAttribute(function, limit, shared))
+        values = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
+        types = tuple(map(_c_type, args))
+        stream = torch.cuda.current_stream().cuda_stream
+        _ok(driver.cuLaunchKernel(function, *(*grid, 1, 1)[:3], threads, 1, 1, shared, stream, (values, types), 0))
+
+
+def _c_type(arg: Tensor | int | float) -> type:
+    if isinstance(arg, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_float if isinstance(arg, float) else ctypes.c_longlong
+
+
+def kernel(file: str, entry: str, wgmma: tuple[int, ...] = (), **defines: int) -> Kernel:
+    """The kernel ``entry`` of ``file`` with these macros; compiled when it is first launched."""
+    return _kernel(Source(file, tuple(sorted(defines.items())), wgmma), entry)
+
+
+def kernel_like(other: Kernel, entry: str) -> Kernel:
+    """Another entry of the same specialised source."""
+    return _kernel(other.source, entry)
+
+
+@functools.cache
+def _kernel(source: Source, entry: str) -> Kernel:
+    return Kernel(source, entry)
+
+
+def cubin(source: Source) -> bytes:
+    """Machine code of a source, from the cache or compiled.
+
+    Raises:
+        CompileError: the compiler refused it.
+    """
+    path = _cache_path(source)
+    try:
+        return path.read_bytes()
+    except OSError:
+        code, _ = compile_source(source)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)  # other processes see all of it or nothing
+    except OSError:
+        pass  # a cache that cannot be written costs the next start some seconds
+    return code
+
+
+def cached(source: Source) -> bool:
+    """Whether ``cubin`` would find it compiled."""
+    return _cache_path(source).exists()
+
+
+def _cache_path(source: Source) -> Path:
+    from cuda.bindings import nvrtc
+
+    key = hashlib.sha256(repr((_ok(nvrtc.nvrtcVersion()), ARCH)).encode() + source.text.encode()).hexdigest()[:32]
+    return cache_folder() / f"{Path(source.file).stem}-{key}.cubin"
+
+
+def compile_source(source: Source) -> tuple[bytes, str]:
+    """(cubin, the assembler's report of registers, spills and shared memory)."""
+    from cuda.bindings import nvrtc
+
+    program = _ok(nvrtc.nvrtcCreateProgram(source.text.encode(), source.file.encode(), 0, [], []))
+    options = [f"--gpu-architecture={ARCH}".encode(), b"--std=c++17", b"--ptxas-options=-v"]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS
+    log = bytearray(_ok(nvrtc.nvrtcGetProgramLogSize(program)))
+    _ok(nvrtc.nvrtcGetProgramLog(program, log))
+    report = log.rstrip(b"\0").decode()
+    if failed:
+        raise CompileError(f"{source.file} with {dict(source.defines)}:\n{report}")
+    code = bytearray(_ok(nvrtc.nvrtcGetCUBINSize(program)))
+    _ok(nvrtc.nvrtcGetCUBIN(program, code))
+    return bytes(code), report
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer_plugin" / "kernels"
+
+
+def _ok(result: tuple[Any, ...]) -> Any:
+    """The value of a call into the CUDA bindings.
+
+    Raises:
+        RuntimeError: the call failed; the message is its code's name.
+    """
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,172 @@
+"""The cuda provider at the shapes it was written for, where the small cases of the contract suite cannot reach: many
+tokens an expert, long contexts, large page ids, graph capture, poisoned outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_plugin.kernels import OP_NAMES, Ops, select
+from deepinfer_plugin.kernels import cuda as provider
+from deepinfer_plugin.kernels.reference import formats
+
+from ..kernels.test_contract import assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(provider.unavailable(torch.device("cuda")) is not None, reason="no Hopper GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def tables() -> tuple[Ops, Ops]:
+    served = provider.ops(torch.device("cuda"))
+    gaps = {op: "reference" for op in OP_NAMES if op not in served}
+    return select("cuda", "cuda", gaps), select("cuda", "reference")
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that the allocator hands out is full of NaN, so an output that is not written shows."""
+    torch.full((1 << 28,), torch.nan, device="cuda")
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    yield
+    torch.random.set_rng_state(generator)
+
+
+def experts(count: int, hidden: int, inner: int) -> tuple[Tensor, ...]:
+    def weight(*shape: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(*shape, device="cuda") * torch.exp2(torch.randn(*shape[:-1], 1, device="cuda"))
+        return formats.mxfp4_cast(x * shape[-1] ** -0.5)
+
+    return *weight(count, 2 * inner, hidden), *weight(count, hidden, inner)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 65, 130, 700])
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_experts_with_any_number_of_tokens(tables, tokens, skew):
+    """From none to all tokens in an expert: every width of a tile, several pieces an expert, both kernels."""
+    ours, reference = tables
+    count, hidden, inner, topk = 11, 320, 288, 4
+    raw = experts(count, hidden, inner)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    taste = torch.rand(tokens, count + 3, device="cuda") + skew * torch.rand(count + 3, device="cuda")
+    ids = taste.topk(topk, -1).indices
+    ids = torch.where(ids < count, ids, -1)
+    weights = torch.rand(tokens, topk, device="cuda")
+    got = ours.moe_experts(x, weights, ids, ours.prepare_experts(*raw), 10.0)
+    want = reference.moe_experts(x, weights, ids, reference.prepare_experts(*raw), 10.0)
+    assert_close(got, want, 2.0**17)
+    error = ((got - want).norm() / want.norm()).item()
+    assert error < 2e-3, error
+    again = ours.moe_experts(x, weights, ids, ours.prepare_experts(*raw), 10.0)
+    assert torch.equal(got, again)
+    alone = torch.cat([ours.moe_experts(x[i : i + 1], weights[i : i + 1], ids[i : i + 1],
+                                        ours.prepare_experts(*raw), 10.0) for i in range(min(tokens, 3))])  # fmt: skip
+    assert torch.equal(alone, got[:3])
+
+
+def test_experts_beyond_the_range_of_one_factor(tables):
+    """Scales from 2^-127 to 2^20 and NaN ones; a NaN in x."""
+    ours, reference = tables
+    raw = [each.clone() for each in experts(3, 128, 64)]
+    raw[1].view(torch.uint8).random_(100, 147)
+    raw[3].view(torch.uint8).random_(90, 130)
+    x = torch.randn(9, 128, device="cuda", dtype=torch.bfloat16) * 1e-3
+    ids = torch.arange(9, device="cuda")[:, None] % 3
+    weights = torch.ones(9, 1, device="cuda")
+    for poison in (False, True):
+        if poison:
+            raw[1].view(torch.uint8)[1, 5, 2] = 255
+            x[4, 40] = torch.nan
+        got = ours.moe_experts(x, weights, ids, ours.prepare_experts(*raw), 10.0)
+        want = reference.moe_experts(x, weights, ids, reference.prepare_experts(*raw), 10.0)
+        assert_close(got, want, 2.0**17)
+
+
+def pages(count: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Index keys of random pages: views into one pool, with other bytes between them."""
+    pool = torch.randint(0, 256, (count, groups * (64 + 4) + 1024), dtype=torch.uint8, device="cuda")
+    key = pool[:, 512 : 512 + groups * 64].unflatten(1, (groups, 64))
+    scale = pool[:, 512 + groups * 64 : 512 + groups * 68].unflatten(1, (groups, 4))
+    scale.copy_(torch.randint(118, 134, scale.shape, dtype=torch.uint8, device="cuda"))
+    return key, scale
+
+
+@pytest.mark.parametrize("groups", [64, 128])
+@pytest.mark.parametrize("low", [True, False])
+def test_index_scores_of_ragged_rows(tables, groups, low):
+    """Requests with 1 to 9 rows, contexts of nothing to 5,000 groups."""
+    ours, reference = tables
+    lengths = torch.tensor([1, 4, 9, 2, 6, 5, 1, 8])
+    requests = torch.arange(8).repeat_interleave(lengths).cuda()
+    rows, width = len(requests), 5000 // groups
+    key, scale = pages(200, groups)
+    table = torch.randint(0, 200, (8, width), device="cuda")
+    visible = torch.randint(0, width * groups + 1, (rows,), device="cuda")
+    visible[:3] = torch.tensor([0, 1, width * groups])
+    query = torch.randn(rows, 32, 128, device="cuda", dtype=torch.bfloat16)
+    query[5, 3, 40] = torch.nan
+    weight = torch.randn(rows, 32, device="cuda", dtype=torch.bfloat16)
+    call = (query, weight, key, scale, table, requests, visible, low)
+    got, want = ours.index_scores(*call), reference.index_scores(*call)
+    assert torch.equal(got.isfinite(), want.isfinite()) and torch.equal(got.isnan(), want.isnan())
+    seen = want.isfinite()
+    error = ((got[seen].double() - want[seen].double()).norm() / want[seen].double().norm()).item()
+    assert error < 1e-4, error
+    for k, blocks, size in ((512, 40, 8), (64, 3, 4)):
+        chosen = reference.candidate_blocks(want, visible, size, blocks)
+        assert torch.equal(ours.candidate_blocks(want, visible, size, blocks), chosen)
+        for candidates in (None, chosen):
+            assert torch.equal(
+                ours.top_groups(want, visible, k, candidates), reference.top_groups(want, visible, k, candidates)
+            )
+
+
+def test_index_scores_of_pages_beyond_two_gigabytes(tables):
+    ours, reference = tables
+    key, scale = pages(40_000, 1024)  # 71 kB a page
+    assert key.stride(0) * 39_999 > 1 << 31
+    table = torch.tensor([[39_999, 3, 39_000]], device="cuda")
+    visible = torch.tensor([3072, 3000], device="cuda")
+    query = torch.randn(2, 32, 128, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2, 32, device="cuda", dtype=torch.bfloat16)
+    call = (query, weight, key, scale, table, torch.zeros(2, dtype=torch.int64, device="cuda"), visible, True)
+    assert_close(ours.index_scores(*call), reference.index_scores(*call), 32)
+
+
+def test_ties_and_equal_scores(tables):
+    ours, reference = tables
+    scores = torch.randint(-3, 3, (7, 40_000), device="cuda").to(torch.bfloat16)
+    visible = torch.tensor([0, 1, 511, 512, 513, 30_000, 40_000], device="cuda")
+    for each in (scores, scores.float(), torch.zeros_like(scores)):
+        assert torch.equal(ours.top_groups(each, visible, 512, None), reference.top_groups(each, visible, 512, None))
+
+
+def test_a_captured_step_replays(tables):
+    """Experts and indexer in a CUDA graph, replayed on new inputs."""
+    ours, _ = tables
+    raw = ours.prepare_experts(*experts(8, 256, 128))
+    x, weights = torch.randn(6, 256, device="cuda", dtype=torch.bfloat16), torch.rand(6, 2, device="cuda")
+    ids = torch.rand(6, 8, device="cuda").topk(2, -1).indices
+    key, scale = pages(20, 64)
+    table, requests = torch.randint(0, 20, (3, 9), device="cuda"), torch.tensor([0, 0, 1, 2, 2, 2], device="cuda")
+    visible = torch.randint(1, 577, (6,), device="cuda")
+    query = torch.randn(6, 32, 128, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(6, 32, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> tuple[Tensor, Tensor]:
+        scores = ours.index_scores(query, weight, key, scale, table, requests, visible, True)
+        chosen = ours.candidate_blocks(scores, visible, 8, 10)
+        return ours.moe_experts(x, weights, ids, raw, 10.0), ours.top_groups(scores, visible, 32, chosen)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    x.normal_(), query.normal_(), visible.random_(1, 577), ids.copy_(torch.rand(6, 8, device="cuda").topk(2).indices)
+    graph.replay()
+    for replayed, eager in zip(out, step(), strict=True):
+        assert torch.equal(replayed, eager)

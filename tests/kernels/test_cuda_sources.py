@@ -1,0 +1,156 @@
+"""CUDA C++ kernels without a GPU: they compile for Hopper as they should run there, the cache behaves, and the layout
+of expert weights is the one the kernel's lanes decode. What they compute is tested where there is a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_plugin.kernels import providers
+from deepinfer_plugin.kernels.cuda import experts, index, jit
+from deepinfer_plugin.kernels.reference import formats
+
+SHAPES = [
+    ("scores, model", index.scores_kernels(128, 32, 64, torch.bfloat16, True, True).scores),
+    ("scores, odd shape", index.scores_kernels(32, 5, 8, torch.float32, False, False).scores),
+    ("groups", index.select_kernel(wide=False, block=0, held=8, vector=True)),
+    ("blocks", index.select_kernel(wide=True, block=8, held=0, vector=False)),
+]
+
+
+def product(tiling: experts.Tiling, gated: bool) -> jit.Kernel:
+    shape = (48, 72, 40, 0) if gated else (48, 80, 18, 0)
+    weights = experts.Product(torch.empty(shape, device="meta"), torch.empty(48), nan_scales=False)
+    return weights.kernel(tiling, 6, gated, 2304 if gated else 5120)[0]
+
+
+SHAPES += [("experts, few tokens", product(experts.FEW, True)), ("experts, many tokens", product(experts.MANY, False))]
+
+
+@pytest.mark.parametrize("kernel", [kernel for _, kernel in SHAPES], ids=[name for name, _ in SHAPES])
+def test_compiles_for_hopper(kernel):
+    code, report = jit.compile_source(kernel.source)
+    assert code[:4] == b"\x7fELF" and kernel.entry.encode() in code
+    assert "Potential Performance Loss" not in report, "wgmma would be serialised"
+    spilled = [
+        int(line.split("bytes spill stores")[0].split(",")[-1]) for line in report.splitlines() if "spill" in line
+    ]
+    assert spilled and max(spilled) <= 16, report
+
+
+def test_a_kernel_that_does_not_compile_is_named():
+    source = jit.Source("select.cu", (("BLOCK", 8), ("HELD", -1), ("VECTOR", 0), ("WIDE", 0)), ())
+    with pytest.raises(jit.CompileError, match=r"select\.cu with .*'HELD': -1.*\n.*error"):
+        jit.compile_source(source)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "deepinfer_plugin" / "kernels"
+
+
+def test_the_cache_is_used(cache, monkeypatch):
+    source = SHAPES[3][1].source
+    assert not jit.cached(source)
+    code = jit.cubin(source)
+    assert [path.read_bytes() for path in cache.iterdir()] == [code] and jit.cached(source)
+    monkeypatch.setattr(jit, "compile_source", None)
+    assert jit.cubin(source) == code
+
+
+def test_another_specialisation_is_another_entry(cache):
+    for held in (0, 1):
+        jit.cubin(index.select_kernel(wide=False, block=0, held=held, vector=False).source)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    (tmp_path / "deepinfer_plugin").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.cubin(SHAPES[3][1].source)[:4] == b"\x7fELF"
+
+
+# ---- the layout of expert weights ------------------------------------------------------------------------------------
+
+
+def unpack(product: experts.Product, expert: int) -> Tensor:
+    """What the lanes of a warpgroup make of the tiles, with the bit operations of ``dequantise`` in experts.cu."""
+    tiles = product.tiles[expert]
+    row_tiles, channel_tiles, _ = tiles.shape
+    words = (
+        tiles[..., :4096].contiguous().view(torch.int32).view(row_tiles, channel_tiles, 2, 4, 8, 4, 4).to(torch.int64)
+    )
+    words &= 0xFFFFFFFF  # [.., half, warp, lane / 4, lane % 4, block]
+    scales = tiles[..., 4096:].view(row_tiles, channel_tiles, 4, 2, 8, 1, 4).transpose(2, 3)  # the same order
+    mask = 0x81C081C0
+    pairs = torch.stack(
+        (
+            words & mask,
+            words << 3 & mask,
+            words << 6 & mask,
+            words << 1 & 0x80008000 | words >> 5 & 0x01000100 | words >> 4 & 0x00C000C0,
+        ),
+        -1,
+    )
+    halves = torch.stack((pairs & 0xFFFF, pairs >> 16 & 0xFFFF), -1)  # [.., step and high, odd]
+    values = torch.where(halves >= 1 << 15, halves - (1 << 16), halves).to(torch.int16).view(torch.bfloat16).double()
+    factor = torch.exp2(scales.double() - 127).masked_fill(scales == 255, torch.nan)
+    values = values * factor[..., None, None]
+    values = values.unflatten(-2, (2, 2))  # row tile, channel tile, half, warp, eighth, owner, block, step, high, odd
+    values = values.permute(0, 3, 2, 4, 1, 6, 7, 8, 5, 9)
+    return values.reshape(row_tiles * 64, channel_tiles * 128) * product.factors[expert]
+
+
+@pytest.mark.parametrize(("rows", "channels"), [(64, 128), (192, 160), (96, 320)])
+def test_packed_weights_are_the_weights(rows, channels):
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 256, (3, rows, channels // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(90, 128, (3, rows, channels // 32), dtype=torch.uint8, generator=generator)
+    scales[1] += 20  # beyond what one factor holds
+    scales[2, 5, 1] = 255
+    order = torch.randperm(rows, generator=generator)
+    packed = experts.pack(codes, scales.view(torch.float8_e8m0fnu), order)
+    assert packed.nan_scales and packed.factors.tolist()[0] == 1 and packed.factors[1] > 1
+    for expert in range(3):
+        got, want = unpack(packed, expert), formats.mxfp4_dequant(codes[expert], scales[expert])[order].double()
+        torch.testing.assert_close(got[:rows, :channels], want, rtol=0, atol=0, equal_nan=True)
+        assert not got[rows:].any() and not got[:, channels:].any(), "padding is zero"
+
+
+def test_gate_and_up_rows_alternate_in_eights():
+    inner, hidden = 96, 64
+    w13 = torch.arange(2 * inner, dtype=torch.uint8)[None, :, None].repeat(1, 1, hidden // 2)
+    s13 = torch.full((1, 2 * inner, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    w2 = torch.zeros(1, hidden, inner // 2, dtype=torch.uint8)
+    s2 = torch.full((1, hidden, 3), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    got = unpack(experts.prepare_experts(w13, s13, w2, s2).gate_up, 0)[: 2 * inner, :hidden]
+    want = formats.mxfp4_dequant(w13[0], s13[0]).double()
+    for tile in range(inner // 32):
+        for warp in range(4):
+            channels = slice(32 * tile + 8 * warp, 32 * tile + 8 * warp + 8)
+            rows = 64 * tile + 16 * warp
+            assert torch.equal(got[rows : rows + 8], want[:inner][channels])
+            assert torch.equal(got[rows + 8 : rows + 16], want[inner:][channels])
+
+
+# ---- the provider ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_is_refused_with_the_reason():
+    (cuda,) = (provider for provider in providers() if provider.name == "cuda")
+    assert cuda.unavailable(torch.device("cpu")) == "it needs an NVIDIA GPU"
+
+
+def test_importing_the_kernels_imports_no_compiler():
+    """On a machine without a GPU Triton and what compiles CUDA must not cost start-up time."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import deepinfer_plugin.kernels as k; k.select('cpu');"
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} & {'triton', 'cuda'}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr

@@ -1,0 +1,25 @@
+"""Triton kernels without a GPU: the contract suite once more, in Triton's interpreter.
+
+It has to be chosen before Triton is imported, so it is a process of its own. The tests of the suite that compare many
+subsets of rows take minutes there and run on a GPU only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+CONTRACT = Path(__file__).with_name("test_contract.py")
+CHOSEN = "cuda and (agrees_with_reference or no_rows or repeats or left_alone or sum_of_their_rows)"
+
+
+def test_contract_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", str(CONTRACT), "-q", "-x", "-p", "no:cacheprovider", "-k", CHOSEN]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    passed = int(re.search(r"(\d+) passed", ran.stdout)[1])
+    assert passed > 300, f"only {passed} tests ran: the provider was not offered"
