@@ -38,7 +38,7 @@ def _interpreted() -> bool:
 
 
 def _triton() -> dict[str, Callable[..., Any]]:
-    from . import draft, engram, gate, linear, norm_rope, streams
+    from . import attention, draft, engram, gate, linear, memory, norm_rope, streams
 
     return _by_name(
         linear.prepare_linear,
@@ -52,6 +52,14 @@ def _triton() -> dict[str, Callable[..., Any]]:
         streams.hc_mix,
         streams.hc_collapse,
         streams.hc_expand,
+        memory.window_pack,
+        memory.window_write,
+        memory.compress_pair,
+        memory.tail_write,
+        memory.latent_write,
+        memory.index_key_write,
+        memory.ngram_write,
+        attention.sparse_attention,
         gate.moe_gate,
         gate.swiglu,
         engram.engram_hash,

@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer_plugin.kernels import OP_NAMES, Ops, select
 from deepinfer_plugin.kernels import cuda as provider
 from deepinfer_plugin.kernels.reference import formats
+from deepinfer_plugin.model import V41
 
 from ..kernels.test_contract import assert_close
 
@@ -170,3 +171,31 @@ def test_a_captured_step_replays(tables):
     graph.replay()
     for replayed, eager in zip(out, step(), strict=True):
         assert torch.equal(replayed, eager)
+
+
+# ---- the network -----------------------------------------------------------------------------------------------------
+
+
+def test_every_op_has_a_kernel():
+    assert set(select("cuda").choices.values()) == {"cuda"}
+
+
+@pytest.mark.parametrize("profile", ["model", "deepinfer"])
+def test_network_agrees_with_the_reference(tiny, profile):
+    """Other legal orders of summation move logits a little, and now and then an expert or a selected group flips."""
+    ours, reference = V41.load(tiny, profile=profile, device="cuda"), V41.load(tiny, profile=profile)
+    ids = torch.randint(10, reference.config.vocab_size - 10, (300,), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(ours.engram_rows(ids).cpu(), reference.engram_rows(ids))
+    got, want = ours.logits(ids).cpu(), reference.logits(ids)
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    same = (got.argmax(-1) == want.argmax(-1)).double().mean()
+    print(f"\n{profile}: logits off by {error.median():.2e} (median), {error.max():.2e} (most); same token {same:.3f}")
+    assert error.median() < 0.05 and same > 0.9
+
+
+def test_chunks_do_not_change_a_bit(tiny):
+    model = V41.load(tiny, device="cuda")
+    ids = torch.randint(10, model.config.vocab_size - 10, (260,), generator=torch.Generator().manual_seed(4))
+    whole = model.session(300).extend(ids)
+    for chunk in (16, 1):
+        assert torch.equal(whole, model.session(300).extend(ids, chunk=chunk))
