@@ -33,7 +33,7 @@ def test_what_a_call_asks_for_is_what_was_built(deepinfer, compiled):
     for shape, gated, out in zip(shapes, (True, False), (2304, 5120), strict=True):
         product = experts.Product(torch.empty(shape, device="meta"), torch.empty(48), nan_scales=False)
         assert product.kernel(experts.FEW, 6, gated, out)[0].source in compiled
-    assert index.scores_kernels(128, 32, 64, torch.bfloat16, True, True).scores.source in compiled
+    assert index.ScoresKernels(128, 32, 64, torch.bfloat16, True, True).scores.source in compiled
     assert index._select(torch.empty(3, 32768, dtype=torch.bfloat16), 0).source in compiled
 
 

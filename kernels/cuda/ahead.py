@@ -29,7 +29,7 @@ def sources(
     """
     for groups in groups_per_page:
         for low in (True, False):
-            yield index.scores_kernels(index_head_dim, index_heads, groups, torch.bfloat16, low, True).scores.source
+            yield index.ScoresKernels(index_head_dim, index_heads, groups, torch.bfloat16, low, True).scores.source
     for held in index.HELD:
         for block in (0, block_size):
             yield index.select_kernel(wide=False, block=block, held=held, vector=True).source

@@ -9,6 +9,7 @@ from . import jit
 
 MAX_COLUMNS = 256  # of a wgmma instruction: heads times rows that share a tile
 MULTIPROCESSORS = 132
+MOST_ROWS = 65535  # the second axis of a grid
 BLOCKS_PER_MULTIPROCESSOR = 6  # two waves of the three that fit: what an uneven end costs is halved
 
 
@@ -24,10 +25,13 @@ def index_scores(
 ) -> Tensor:
     rows, heads, channels = query.shape
     groups, pages = key.shape[1], page_table.shape[1]
+    if rows > MOST_ROWS:
+        parts = zip(*(each.split(MOST_ROWS) for each in (query, weight, requests, visible)), strict=True)
+        return torch.cat([index_scores(q, w, key, key_scale, page_table, r, v, low_precision) for q, w, r, v in parts])
     out = torch.empty(rows, pages * groups, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
-    scores = scores_kernels(
+    scores = ScoresKernels(
         channels, heads, groups, query.dtype, low_precision and query.dtype == torch.bfloat16, _aligned(key, channels)
     )
     image = torch.empty(rows, scores.heads, channels, dtype=torch.bfloat16, device=query.device)
@@ -61,7 +65,7 @@ def index_scores(
     return out
 
 
-class scores_kernels:
+class ScoresKernels:
     """The two kernels of a shape: ``queries`` and ``scores``, with ``rows`` of ``heads`` (padded) in a tile.
 
     Raises:

@@ -15,8 +15,8 @@ from deepinfer_plugin.kernels.cuda import experts, index, jit
 from deepinfer_plugin.kernels.reference import formats
 
 SHAPES = [
-    ("scores, model", index.scores_kernels(128, 32, 64, torch.bfloat16, True, True).scores),
-    ("scores, odd shape", index.scores_kernels(32, 5, 8, torch.float32, False, False).scores),
+    ("scores, model", index.ScoresKernels(128, 32, 64, torch.bfloat16, True, True).scores),
+    ("scores, odd shape", index.ScoresKernels(32, 5, 8, torch.float32, False, False).scores),
     ("groups", index.select_kernel(wide=False, block=0, held=8, vector=True)),
     ("blocks", index.select_kernel(wide=True, block=8, held=0, vector=False)),
 ]

@@ -104,7 +104,9 @@ def test_table_for_the_doctor(fast):
     row = next(row for row in rows if row.op == "linear")
     assert row.chosen == "reference" and row.available == {"fast": False, "cuda": False, "reference": True}
     rows, reasons = table("meta")
-    assert reasons == {"fast": "no meta kernels", "cuda": "it needs an NVIDIA GPU"} and not any(row.available["fast"] for row in rows)
+    assert reasons == {"fast": "no meta kernels", "cuda": "it needs an NVIDIA GPU"} and not any(
+        row.available["fast"] for row in rows
+    )
     rows, _ = table("cuda")
     assert {row.op: row.chosen for row in rows}["dense"] == "fast"
     assert {row.op: row.chosen for row in rows}["linear"] is None
