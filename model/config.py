@@ -18,6 +18,33 @@ QUANT_BLOCK = 32  # channels that share one UE8M0 scale: FP8 activations, 32x32 
 LATENT_BLOCK = 16  # channels of a compressed latent that share one E4M3 scale
 
 
+# Fields that may be absent, by what they must be otherwise. Those that must be there are checked where they are read.
+INTEGERS = (
+    "num_nextn_predict_layers",
+    "candidate_source_layer_id",
+    "candidate_topk_blocks",
+    "candidate_block_size",
+    "engram_max_ngram_size",
+    "engram_n_heads",
+    "engram_head_dim",
+    "engram_vocab_size",
+    "engram_pad_token_id",
+    "engram_pad_id",
+    "engram_compressed_vocab_size",
+    "dspark_block_size",
+    "dspark_noise_token_id",
+    "dspark_markov_rank",
+    "dspark_n_routed_experts",
+    "dspark_num_experts_per_tok",
+    "dspark_n_activated_experts",
+    "bos_token_id",
+    "eos_token_id",
+    "image_token_id",
+)
+NUMBERS = ("routed_scaling_factor", "swiglu_limit")
+INTEGER_LISTS = ("engram_layer_ids", "engram_num_embeddings", "dspark_target_layer_ids")
+
+
 class ConfigError(ValueError):
     """``config.json`` describes something this implementation cannot run; the message names the field and what is
     legal."""
@@ -26,6 +53,24 @@ class ConfigError(ValueError):
 def _require(condition: bool, field: str, value: Any, legal: str) -> None:
     if not condition:
         raise ConfigError(f"config.json: {field}={value!r} is not supported; legal: {legal}")
+
+
+def _check_kinds(text: Mapping[str, Any]) -> None:
+    def integer(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    def integers(value: Any) -> bool:
+        return isinstance(value, list) and all(map(integer, value))
+
+    for keys, right, legal in (
+        (INTEGERS, integer, "an integer"),
+        (NUMBERS, lambda value: integer(value) or isinstance(value, float), "a number"),
+        (INTEGER_LISTS, integers, "a list of integers"),
+        (("rope_scaling",), lambda value: isinstance(value, Mapping), "an object"),
+    ):
+        for key in keys:
+            value = text.get(key)
+            _require(value is None or right(value), key, value, legal)
 
 
 @dataclass(frozen=True)
@@ -174,6 +219,7 @@ class V41Config:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> V41Config:
+        _require(isinstance(raw, Mapping), "its content", raw, "one JSON object")
         model_type = raw.get("model_type")
         _require(
             model_type == MODEL_TYPE, "model_type", model_type, f"{MODEL_TYPE!r} (V4 and earlier are other models)"
@@ -181,6 +227,7 @@ class V41Config:
         top: dict[str, Any] = dict(raw)
         text: dict[str, Any] = {**top, **top["text_config"]} if isinstance(top.get("text_config"), Mapping) else top
         _check_quantization(top.get("quantization_config"))
+        _check_kinds(text)
 
         def need(key: str, kind: type = int) -> Any:
             value = text.get(key)
@@ -259,7 +306,7 @@ class V41Config:
             experts=need("n_routed_experts"),
             experts_per_token=need("num_experts_per_tok"),
             expert_dim=need("moe_intermediate_size"),
-            routed_scale=float(text.get("routed_scaling_factor", 1.0)),
+            routed_scale=float(1.0 if text.get("routed_scaling_factor") is None else text["routed_scaling_factor"]),
             swiglu_limit=float(text.get("swiglu_limit", 0.0) or 0.0),
             hc_mult=need("hc_mult"),
             hc_iters=need("hc_sinkhorn_iters"),

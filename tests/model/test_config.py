@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from deepinfer_plugin.model.config import ConfigError, V41Config, ring_length
+from deepinfer_plugin.model.config import INTEGER_LISTS, INTEGERS, NUMBERS, ConfigError, V41Config, ring_length
 from deepinfer_plugin.model.rope import inverse_frequencies
 
 from .released import RELEASED
@@ -72,6 +72,27 @@ def test_alternative_spellings_are_accepted():
 def test_wrong_field_is_named(changes, named):
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         V41Config.from_dict(edited(**changes))
+
+
+@pytest.mark.parametrize("wrong", ["3", [1.5], {}, True], ids=repr)
+@pytest.mark.parametrize("key", sorted(RELEASED["text_config"]))
+def test_a_field_of_any_wrong_type_is_refused_or_legal(key, wrong):
+    """Never a TypeError from somewhere inside."""
+    try:
+        V41Config.from_dict(edited(**{key: wrong}))
+    except ConfigError as error:
+        assert "legal: " in str(error)
+
+
+@pytest.mark.parametrize("key", [*INTEGERS, *NUMBERS, *INTEGER_LISTS, "rope_scaling"])
+def test_a_wrong_type_is_named(key):
+    with pytest.raises(ConfigError, match=f"{key}='3' is not supported; legal: an? "):
+        V41Config.from_dict(edited(**{key: "3"}))
+
+
+def test_something_else_than_an_object_is_named():
+    with pytest.raises(ConfigError, match="legal: one JSON object"):
+        V41Config.from_dict([1, 2])
 
 
 def test_unreadable_files_are_named(tmp_path):
