@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import model_impl, patches
+from . import model_impl, patches, refusals, termination
 from .conflicts import ConflictError, refuse
-from .settings import Settings
+from .settings import Settings, from_command_line
 from .speculative import algorithm
 
 if TYPE_CHECKING:
@@ -35,12 +36,18 @@ MEMORY_CPU = 0.8  # of the free memory, for weights, state and pages; the pages 
 
 def register() -> None:
     """Register the resolution step and the attention backend."""
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        add_attention_backend_choices,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_resolution_hook("handle_model_source_paths")(resolve)
     add_attention_backend_choices([ATTENTION_BACKEND])
+    add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])  # we switch the tree off ourselves
     register_attention_backend(ATTENTION_BACKEND)(_attention_backend)
 
 
@@ -56,7 +63,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     Raises:
         HookError: a hook that serving needs is not in place.
         SettingsError: a ``--deepinfer-*`` flag or ``DEEPINFER_*`` variable is wrong.
-        ConfigError, CheckpointError: the checkpoint is not one that can be served.
+        ConfigError, CheckpointError, EngramError: the checkpoint is not one that can be served.
         ConflictError: arguments that cannot work; all of them.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
@@ -65,16 +72,22 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     view = resolving_view(server_args)
     if not model_impl.selected(view.model_impl):
         return
+    refusals.print_plainly()
     patches.verify()
     settings = Settings.of(server_args)
+    if view.enable_deterministic_inference:
+        # A replayed window is an approximation, and how much of a prompt is cached depends on what ran before.
+        settings = replace(settings, exact_prefix=True)
     declare_resolution(server_args, SOURCE, model_config_parser=model_impl.PARSER)
-    config, weight_bytes = _read_checkpoint(view.model_path)
+    config, weight_bytes = _read_checkpoint(view)
     device = device_of(view)
     refuse(server_args, config, settings, weight_bytes, device)
     if device == "cpu":
         # The scheduler takes all cores when it builds the network. The other processes only move text and tokens, and
         # a thread pool each would fight it for every core.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if from_command_line(server_args):
+        termination.exit_on_sigterm()
     declared = declarations(view, config, settings, device)
     logger.info("deepinfer declares %s", declared)
     declare_resolution(server_args, SOURCE, **declared)
@@ -87,16 +100,24 @@ def device_of(view: Any) -> str:
     return str(view.device or current_platform.device_type).split(":")[0]
 
 
-def _read_checkpoint(path: str) -> tuple[V41Config, int]:
-    """The architecture and the bytes of its weights, from headers that are all checked here: a bad checkpoint should
-    cost seconds, not a load."""
+def _read_checkpoint(view: Any) -> tuple[V41Config, int]:
+    """The architecture and the bytes of its weights, from files that are all checked here: a bad checkpoint should cost
+    seconds, not a load."""
     from .model.checkpoint import Checkpoint
     from .model.config import V41Config
+    from .model.engram_table import EngramTable
+    from .tokenizer_check import tokenizer_problem
 
-    if not Path(path).is_dir():
+    path = Path(view.model_path)
+    if not path.is_dir():
         raise ConflictError([f"--model-path {path}: not a directory; download the checkpoint and name the directory"])
     config = V41Config.load(path)
-    return config, Checkpoint.open(path, config).nbytes
+    weight_bytes = Checkpoint.open(path, config).nbytes
+    problem = None if view.skip_tokenizer_init or view.tokenizer_path else tokenizer_problem(path)
+    if problem:
+        raise ConflictError([f"--model-path {path}: {problem}; it comes with the checkpoint"])
+    EngramTable.load(path, config)
+    return config, weight_bytes
 
 
 def declarations(view: Any, config: V41Config, settings: Settings, device: str) -> dict[str, Any]:

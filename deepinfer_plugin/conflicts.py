@@ -8,11 +8,15 @@ and do not fire for ours.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from .settings import from_command_line
+
 if TYPE_CHECKING:
     from .model.config import V41Config
+    from .runtime.memory_plan import MemoryPlan
     from .settings import Settings
 
 PAGE_SIZES = (64, 128)
@@ -92,6 +96,7 @@ REFUSED = {
     "encoder_only": "images are not served yet",
     "language_only": "images are not served yet",
     "is_embedding": "there is no embedding head",
+    "rl_on_policy_target": "the ops are not those of a trainer",
     "dllm_algorithm": "this is not a diffusion model",
     "model_config_parser": "the config must be read by our own parser",
     "json_model_override_args": "the network is built from config.json as released; change the file",
@@ -135,6 +140,7 @@ def refuse(server_args: Any, config: V41Config, settings: Settings, weight_bytes
     found = [
         *_refused_fields(server_args),
         *_device(device),
+        *_address(server_args, view),
         *_ops(settings, device),
         *speculation(view, config, settings),
         *_sizes(view, config, settings, weight_bytes, device),
@@ -184,6 +190,19 @@ def _device(device: str) -> Iterator[str]:
             yield "--device cpu: this machine has an accelerator; hide it (CUDA_VISIBLE_DEVICES=) to serve on the CPU"
 
 
+def _address(server_args: Any, view: Any) -> Iterator[str]:
+    """Whether the server will be able to listen, which SGLang tries once everything is loaded. Only asked of a command
+    line: ``Engine`` never listens."""
+    if not from_command_line(server_args):
+        return
+    family = socket.AF_INET6 if ":" in view.host else socket.AF_INET
+    try:
+        socket.create_server((view.host, view.port), family=family).close()
+    except (OSError, OverflowError) as error:
+        why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        yield f"--host {view.host} --port {view.port}: cannot listen there ({why}); name another"
+
+
 def _ops(settings: Settings, device: str) -> Iterator[str]:
     from .kernels import select
 
@@ -227,17 +246,21 @@ def speculation(view: Any, config: V41Config, settings: Settings) -> Iterator[st
         yield "--enable-watermark: it is not applied to verified drafts; add --deepinfer-speculation off"
 
 
-def _memory(device: str) -> int:
-    """Bytes of the device, asked without opening it in this process; where they cannot be known, more than any has."""
-    from sglang.srt.utils.common import get_device_memory_capacity
+def _memory(device: str, fraction: float | None) -> int:
+    """Bytes of the device that weights, state and pages may take at most, asked without opening it in this process;
+    where they cannot be known, more than any has. A ``fraction`` is one of what is free; of a GPU that is not known
+    yet, so all of it counts as free."""
+    from sglang.srt.utils.common import get_available_gpu_memory, get_device_memory_capacity
 
+    if device == "cpu" and fraction is not None:
+        return int(get_available_gpu_memory(device, 0, empty_cache=False) * 2**30 * fraction)
     mebibytes = get_device_memory_capacity(device) if device in DEVICES else None
-    return 1 << 62 if mebibytes is None else int(mebibytes) << 20
+    return 1 << 62 if mebibytes is None else int((int(mebibytes) << 20) * (fraction or 1))
 
 
 def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, device: str) -> Iterator[str]:
     """Numbers that must fit each other, with the legal value next to each that does not."""
-    from .arguments import PAGE_SIZE, default_running, tokens_for_context
+    from .arguments import PAGE_SIZE, cpu_tokens, default_running, tokens_for_context
     from .runtime.memory_plan import CapacityError, plan
 
     page_size = PAGE_SIZE if view.page_size is None else view.page_size
@@ -262,24 +285,55 @@ def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, 
                 f"chunk; the least legal value is {REPLAY_WINDOW + page_size}, or add --deepinfer-exact-prefix"
             )
 
-    running = view.max_running_requests
+    running, fraction = view.max_running_requests, view.mem_fraction_static
+    context, tokens = view.context_length, view.max_total_tokens
     if running is None:
         running = default_running(device == "cpu")
+    if fraction is not None and not 0 < fraction <= 1:
+        yield f"--mem-fraction-static {fraction}: legal: a number above 0, at most 1"
+        fraction = None
+    if context is not None and not 0 < context <= config.max_position:
+        positions = config.max_position
+        yield f"--context-length {context}: the model has positions for {positions} tokens; legal: 1 to {positions}"
+        context = None
     try:
-        plan(
+        sizes = plan(
             config,
             page_size=page_size,
             running_requests=running,
             weight_bytes=weight_bytes,
-            budget_bytes=_memory(device),
-            max_tokens=view.max_total_tokens,
+            budget_bytes=_memory(device, fraction),
+            max_tokens=tokens,
         )
     except CapacityError as error:
-        yield str(error)
-    if view.max_total_tokens is not None and view.context_length is not None:
-        least = tokens_for_context(view.context_length, page_size)
-        if view.max_total_tokens < least:
-            yield (
-                f"--max-total-tokens {view.max_total_tokens}: one request of --context-length {view.context_length} "
-                f"tokens does not fit; the least legal value is {least}"
-            )
+        yield str(error) if fraction is None else f"--mem-fraction-static {fraction}: {error}"
+        sizes = None
+    if tokens is not None and context is not None and tokens < (least := tokens_for_context(context, page_size)):
+        yield (
+            f"--max-total-tokens {tokens}: one request of --context-length {context} tokens does not fit; "
+            f"the least legal value is {least}"
+        )
+    elif sizes is not None:
+        if tokens is None and device == "cpu":
+            tokens = cpu_tokens(config, page_size, running, context, settings.cpu_kv_mib << 20)
+        yield from _longest_request(config, sizes, tokens, context, fraction)
+
+
+def _longest_request(
+    config: V41Config, sizes: MemoryPlan, tokens: int | None, context: int | None, fraction: float | None
+) -> Iterator[str]:
+    """The pages that memory leaves must hold one request of the longest context that is accepted, or it waits for ever.
+    tokens: the cap of the page pool; context: as given."""
+    from .arguments import context_length, tokens_for_context
+    from .runtime.memory_plan import gib
+
+    page_size = sizes.page_size
+    context = context or context_length(config, page_size, tokens) or config.max_position
+    if sizes.tokens < tokens_for_context(context, page_size):
+        given = "" if fraction is None else f"--mem-fraction-static {fraction}: "
+        yield (
+            f"{given}--context-length {context}: beside {gib(sizes.weight_bytes)} of weights and "
+            f"{gib(sizes.state_bytes)} for {sizes.running_requests} running requests, memory holds {sizes.tokens} "
+            f"tokens; the largest legal value is {context_length(config, page_size, sizes.tokens)}, or make room with "
+            "fewer --max-running-requests"
+        )

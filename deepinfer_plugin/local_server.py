@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class ServerDied(RuntimeError):
-    """The server exited before it was ready; the message ends with the tail of its log."""
+    """The server exited before it was ready; the message ends with its refusal, or with the tail of its log."""
 
 
 def _end_with_parent() -> None:
@@ -99,7 +99,7 @@ class LocalServer:
         assert self.process is not None
         while True:
             if self.process.poll() is not None:
-                raise ServerDied(f"server exited with {self.process.returncode}\n{self.tail()}")
+                raise ServerDied(f"server exited with {self.process.returncode}\n{self.last_words()}")
             try:
                 if requests.get(f"{self.url}/health_generate", timeout=30).status_code == 200:
                     self.ready_s = time.monotonic() - self.started
@@ -109,6 +109,11 @@ class LocalServer:
             if time.monotonic() - self.started >= self.timeout_s:
                 raise TimeoutError(f"server not ready after {self.timeout_s:.0f} s\n{self.tail()}")
             time.sleep(0.25)
+
+    def last_words(self) -> str:
+        """Of a server that died: the refusal that its log ends with (``refusals``), else the log's tail."""
+        _, refused, text = f"\n{self.log.read_text(errors='replace')}".rpartition("\nerror: ")
+        return f"error: {text.rstrip()}" if refused else self.tail()
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

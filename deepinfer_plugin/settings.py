@@ -165,6 +165,11 @@ class Settings:
             return cls.read()
 
 
+def from_command_line(server_args: Any) -> bool:
+    """Whether a command was given these arguments, which is going to serve; else it is an ``Engine``."""
+    return getattr(server_args, ATTRIBUTE, None) is not None
+
+
 def disabled_hooks(environ: Mapping[str, str] | None = None) -> frozenset[str]:
     """Names in ``DEEPINFER_DISABLE_HOOKS``, unchecked: installing hooks must not fail for those who do not serve our
     model."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from deepinfer_plugin.local_server import LocalServer
+from deepinfer_plugin.local_server import LocalServer, ServerDied
 
 SYSTEM = "You are a helpful assistant. " + "Answer briefly and precisely. " * 20
 WEATHER = {
@@ -92,7 +92,7 @@ def spec_details(chunk: Any) -> dict[str, Any] | None:
     return ((chunk.model_extra or {}).get("sglext") or {}).get("spec_tokens_details")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--max-tokens", type=int, default=80)
@@ -117,8 +117,12 @@ def main() -> int:
         "The model was trained for minutes on one GPU: it knows the format, little else (its card is beside it).\n"
         "Serve a real one: make serve MODEL=/path/to/DeepSeek-V4.1-Flash"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except (ServerDied, TimeoutError) as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:  # the server has been stopped on the way here
+        sys.exit(130)

@@ -255,7 +255,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
         shards = set(weight_map.values())
         if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise _Broken("weight_map does not map tensor names to file names")
-    except (_Broken, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (_Broken, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(path, [f"{INDEX}: {error}"]) from None
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(path, [f"{INDEX}: has no weight_map"]) from None

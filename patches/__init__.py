@@ -25,9 +25,11 @@ from . import (
     last_location,
     model_class,
     page_pool,
+    plain_refusals,
     pool_sizes,
     replayed_tokens,
     request_facts,
+    seeded_sampling,
     token_locations,
 )
 from .hook import Hook
@@ -48,6 +50,8 @@ HOOKS: tuple[Hook, ...] = (
     token_locations.HOOK,
     eplb_algorithm.NAME,
     eplb_algorithm.REBALANCE,
+    *seeded_sampling.HOOKS,
+    plain_refusals.HOOK,
     *administration.HOOKS,
 )
 

@@ -3,6 +3,7 @@
 ``/generate`` takes ids as they come and SGLang checks their number only: an id outside the vocabulary would be read out
 of bounds in the scheduler, which takes every other request down with it; so would a text of no tokens at all,
 embeddings in place of ids, from which Engram could hash nothing, and more top log-probabilities than there are tokens.
+An image beside a text would be ignored without a word.
 A hundred thousand answers to one prompt keep the server from talking to anybody else.
 """
 
@@ -27,6 +28,9 @@ def validate_one_request(original: Callable[..., None], self: Any, obj: Any, inp
 def _check(obj: Any, input_ids: Any, vocabulary: int) -> None:
     if getattr(obj, "input_embeds", None) is not None:
         raise ValueError("input_embeds is not supported by this model; send input_ids or text")
+    for name in ("image_data", "video_data", "audio_data"):
+        if getattr(obj, name, None) not in (None, [], [None]):
+            raise ValueError(f"{name} is not supported by this model: it is served for text only")
     if input_ids is None or not len(input_ids):
         raise ValueError("the prompt is empty: it has no tokens")
     for token in (min(input_ids), max(input_ids)):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
+import socket
 from types import SimpleNamespace
 
 import pytest
 
+from deepinfer_plugin import conflicts
 from deepinfer_plugin.arguments import cpu_tokens, speculates, tokens_for_context
-from deepinfer_plugin.conflicts import speculation
 from deepinfer_plugin.model.config import V41Config
-from deepinfer_plugin.model.memory import PageLayout
+from deepinfer_plugin.model.memory import PageLayout, StateLayout
 from deepinfer_plugin.settings import Settings, SettingsError
 
 from .probes import ask
@@ -67,6 +69,7 @@ REFUSALS = [
     ("""--cuda-graph-config {"prefill":{"backend":"full"}}""", ["--cuda-graph-config prefill.backend=full"]),
     ("""--json-model-override-args {"num_hidden_layers":4}""", ["--json-model-override-args", "change the file"]),
     ("--load-format gguf", ["--load-format gguf"]),
+    ("--rl-on-policy-target fsdp", ["--rl-on-policy-target fsdp", "not those of a trainer"]),
     ("--device npu", ["--device npu", "legal: cpu, cuda"]),
     # Sizes, each with the nearest legal value (pages of 128 unless said otherwise).
     ("--page-size 63", ["--page-size 63", "legal: 64, 128"]),
@@ -80,6 +83,14 @@ REFUSALS = [
     ("--max-total-tokens 4096 --context-length 4096", ["--context-length 4096", "least legal value is 4352"]),
     ("--max-running-requests 0", ["--max-running-requests 0", "least legal value is 1"]),
     ("--max-running-requests 100000000", ["--max-running-requests 100000000", "largest legal value"]),
+    ("--context-length 999999", ["--context-length 999999", "legal: 1 to 8192"]),
+    ("--context-length 0", ["--context-length 0", "legal: 1 to 8192"]),
+    ("--mem-fraction-static 0", ["--mem-fraction-static 0", "legal: a number above 0, at most 1"]),
+    ("--mem-fraction-static 80", ["--mem-fraction-static 80", "legal: a number above 0, at most 1"]),
+    ("--mem-fraction-static 1e-6", ["--mem-fraction-static 1e-06", "cannot serve this model", "least that works"]),
+    # Where a server would listen.
+    ("--port 99999", ["--port 99999", "cannot listen there"]),
+    ("--host 192.0.2.1", ["--host 192.0.2.1", "cannot listen there", "name another"]),
     # Our own switches.
     ("--deepinfer-profile fast", ["--deepinfer-profile='fast'", "legal: model, deepinfer, float32"]),
     ("--deepinfer-provider nowhere", ["--deepinfer-provider='nowhere'", "reference"]),
@@ -92,6 +103,11 @@ ACCEPTED = [
     "--chunked-prefill-size 256",
     "--chunked-prefill-size 128 --deepinfer-exact-prefix",
     "--chunked-prefill-size -1 --deepinfer-exact-prefix",
+    "--enable-deterministic-inference",
+    "--enable-deterministic-inference --chunked-prefill-size -1",
+    "--max-running-requests 1",
+    "--context-length 8192",
+    "--mem-fraction-static 0.5",
     "--max-total-tokens 384",
     "--max-total-tokens 4352 --context-length 4096",
     "--disable-overlap-schedule",
@@ -127,15 +143,41 @@ def broken(tiny, tmp_path_factory):
     copy("window", lambda config: config["text_config"].update(sliding_window=64))
     next(copy("shard").glob("*-00002-of-*.safetensors")).unlink()
     (copy("config") / "config.json").unlink()
+    (copy("no tokenizer") / "tokenizer.json").unlink()
+    (copy("no tokenizer config") / "tokenizer_config.json").unlink()
+    for name, file, text in (
+        ("half a tokenizer", "tokenizer.json", (tiny / "tokenizer.json").read_text(encoding="utf-8")[:5000]),
+        ("calibration", "dspark_calibration.json", '{"temperatures": [1, 1]}'),
+    ):
+        (copy(name) / file).write_text(text, encoding="utf-8")
+    other = (tiny / "tokenizer.json").read_text(encoding="utf-8").replace("<｜User｜>", "<｜Someone｜>")
+    (copy("other tokenizer") / "tokenizer.json").write_text(other, encoding="utf-8")
     return root
+
+
+BROKEN = {  # copy -> words of the refusal
+    "v4": ["ConfigError", "model_type='deepseek_v4'"],
+    "field": ["ConfigError", "scoring_func='softmax'"],
+    "window": ["ConflictError", "sliding_window=64", "--deepinfer-exact-prefix"],
+    "shard": ["CheckpointError", "00002-of"],
+    "config": ["ConfigError", "config.json does not exist"],
+    "nowhere": ["ConflictError", "not a directory"],
+    "no tokenizer": ["ConflictError", "tokenizer.json: missing"],
+    "no tokenizer config": ["ConflictError", "tokenizer_config.json: missing"],
+    "half a tokenizer": ["ConflictError", "tokenizer.json: "],
+    "other tokenizer": ["ConflictError", "tokenizer.json: ", "<｜User｜>"],
+    "calibration": ["ConflictError", "dspark_calibration.json", "5 positive numbers"],
+}
 
 
 @pytest.fixture(scope="module")
 def answers(tiny, broken):
     """One child process resolves everything."""
 
+    taken = socket.create_server(("127.0.0.1", 0))
+
     def argv(extra="", path=tiny):
-        return ["--model-path", str(path), "--model-impl", "deepinfer", *extra.split()]
+        return ["--model-path", str(path), "--model-impl", "deepinfer", "--port", "0", *extra.split()]
 
     given = "--page-size 64 --max-running-requests 5 --max-total-tokens 2048 --context-length 1024 "
     given += "--chunked-prefill-size 256 --reasoning-parser deepseek-r1"
@@ -155,15 +197,23 @@ def answers(tiny, broken):
         "accepted": ("errors", {"argvs": [argv(line) for line in ACCEPTED]}),
         "all at once": (
             "errors",
-            {"argvs": [argv("--pp-size 2 --enable-lora --page-size 63 --kv-cache-dtype bfloat16")]},
+            {
+                "argvs": [
+                    argv("--pp-size 2 --enable-lora --page-size 63 --kv-cache-dtype bfloat16"),
+                    argv("--context-length 0 --max-running-requests 0 --mem-fraction-static 2 --port 99999"),
+                ]
+            },
         ),
+        "port": ("errors", {"argvs": [argv(f"--port {taken.getsockname()[1]}")]}),
+        "deterministic": ("resolved", {"argv": argv("--enable-deterministic-inference")}),
         "variable": ("errors", {"argvs": [argv()], "env": {"DEEPINFER_PROFIL": "float32"}}),
         "broken": (
             "errors",
-            {"argvs": [argv(path=broken / name) for name in ("v4", "field", "window", "shard", "config", "nowhere")]},
+            {"argvs": [argv(path=broken / name) for name in BROKEN]},
         ),
     }
-    return dict(zip(questions, ask(*questions.values()), strict=True))
+    with taken:
+        return dict(zip(questions, ask(*questions.values()), strict=True))
 
 
 def test_resolved_arguments(answers, tiny):
@@ -259,9 +309,12 @@ def test_accepted(answers, index):
 
 
 def test_every_conflict_at_once(answers):
-    (error,) = answers["all at once"]
-    for word in ("--pp-size 2", "--enable-lora", "--page-size 63", "--kv-cache-dtype bfloat16"):
-        assert word in error
+    words = (
+        ("--pp-size 2", "--enable-lora", "--page-size 63", "--kv-cache-dtype bfloat16"),
+        ("--context-length 0", "--max-running-requests 0", "--mem-fraction-static 2", "--port 99999"),
+    )
+    for error, each in zip(answers["all at once"], words, strict=True):
+        assert all(word in error for word in each), error
 
 
 def test_no_speculation_without_a_draft_head(tiny):
@@ -269,11 +322,28 @@ def test_no_speculation_without_a_draft_head(tiny):
     given = {f"speculative_{name}": None for name in ("num_steps", "num_draft_tokens", "eagle_topk")}
     given |= {"speculative_dspark_block_size": None, "speculative_dflash_block_size": None}
     view = SimpleNamespace(speculative_algorithm=None, enable_watermark=False, model_path=str(tiny), **given)
-    (conflict,) = speculation(view, headless, Settings(speculation="fixed"))
+    (conflict,) = conflicts.speculation(view, headless, Settings(speculation="fixed"))
     assert "no draft head; legal: auto, off" in conflict
     for mode in ("auto", "off"):
-        assert list(speculation(view, headless, Settings(speculation=mode))) == []
+        assert list(conflicts.speculation(view, headless, Settings(speculation=mode))) == []
         assert not speculates(view, headless, Settings(speculation=mode))
+
+
+def test_memory_that_cannot_hold_the_longest_request(tiny, monkeypatch):
+    """It would be accepted and wait for ever. The legal value that is named is legal."""
+    config = V41Config.load(tiny)
+    given = dict.fromkeys(("page_size", "chunked_prefill_size", "max_total_tokens", "context_length"))
+    view = SimpleNamespace(**given, max_running_requests=4, mem_fraction_static=0.25)
+    memory = (1 << 20) + 5 * StateLayout.of(config).slot_bytes + 41 * PageLayout.of(config, 128).page_bytes
+    monkeypatch.setattr(conflicts, "_memory", lambda device, fraction: memory)
+    (conflict,) = conflicts._sizes(view, config, Settings(), 1 << 20, "cpu")
+    assert (
+        conflict.startswith("--mem-fraction-static 0.25: --context-length 8192: ") and "4 running requests" in conflict
+    )
+    view.context_length = int(re.search(r"largest legal value is (\d+)", conflict)[1])
+    assert 0 < view.context_length < 8192 and not list(conflicts._sizes(view, config, Settings(), 1 << 20, "cpu"))
+    view.context_length += 1
+    assert list(conflicts._sizes(view, config, Settings(), 1 << 20, "cpu"))
 
 
 def test_a_mistyped_variable_is_not_ignored(answers):
@@ -281,14 +351,21 @@ def test_a_mistyped_variable_is_not_ignored(answers):
     assert error.startswith("SettingsError: DEEPINFER_PROFIL is not a setting") and "DEEPINFER_PROFILE" in error
 
 
-def test_checkpoints_are_refused_before_anything_starts(answers):
-    v4, field, window, shard, config, nowhere = answers["broken"]
-    assert v4.startswith("ConfigError") and "model_type='deepseek_v4'" in v4
-    assert field.startswith("ConfigError") and "scoring_func='softmax'" in field
-    assert window.startswith("ConflictError") and "sliding_window=64" in window and "--deepinfer-exact-prefix" in window
-    assert shard.startswith("CheckpointError") and "00002-of" in shard
-    assert config.startswith("ConfigError") and "config.json does not exist" in config
-    assert nowhere.startswith("ConflictError") and "not a directory" in nowhere
+@pytest.mark.parametrize("index", range(len(BROKEN)), ids=BROKEN)
+def test_checkpoints_are_refused_before_anything_starts(answers, index):
+    error, words = answers["broken"][index], list(BROKEN.values())[index]
+    assert error.startswith(words[0]) and all(word in error for word in words[1:]), error
+
+
+def test_a_port_in_use(answers):
+    (error,) = answers["port"]
+    assert "--port" in error and "cannot listen there" in error and "name another" in error
+
+
+def test_deterministic_inference_reuses_no_prefix(answers):
+    arguments = answers["deterministic"]["arguments"]
+    assert arguments["disable_radix_cache"] is True and arguments["enable_encoder_swa_bounded_replay"] is False
+    assert arguments["attention_backend"] == "deepinfer" and arguments["sampling_backend"] == "pytorch"
 
 
 def test_default_pages_on_a_cpu(tiny):

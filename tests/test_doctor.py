@@ -13,7 +13,7 @@ import torch
 
 from deepinfer_plugin import patches
 from deepinfer_plugin.cli import doctor
-from deepinfer_plugin.kernels import OP_NAMES, Provider, register, unregister
+from deepinfer_plugin.kernels import OP_NAMES, Provider, providers, register, unregister
 
 from .probes import ask
 
@@ -25,6 +25,11 @@ def answers(tiny, tmp_path_factory):
     file = mute / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8").replace("<｜User｜>", "<｜Someone｜>"), encoding="utf-8")
     next(cut.glob("*-00001-of-*.safetensors")).unlink()
+    (cut / "dspark_calibration.json").write_text("[]")
+    strange = shutil.copytree(tiny, root / "strange")
+    config = json.loads((strange / "config.json").read_text())
+    config["text_config"]["engram_compressed_vocab_size"] += 1
+    (strange / "config.json").write_text(json.dumps(config))
     questions = {
         "fine": ("doctor", {"model_path": str(tiny)}),
         "degraded": ("doctor", {"env": {"DEEPINFER_DISABLE_HOOKS": "replayed_tokens"}}),
@@ -32,6 +37,7 @@ def answers(tiny, tmp_path_factory):
         "not loaded": ("doctor", {"env": {"SGLANG_PLUGINS": "__none__"}}),
         "mute": ("doctor", {"model_path": str(mute)}),
         "cut": ("doctor", {"model_path": str(cut)}),
+        "strange": ("doctor", {"model_path": str(strange)}),
     }
     return dict(zip(questions, ask(*questions.values()), strict=True))
 
@@ -39,7 +45,8 @@ def answers(tiny, tmp_path_factory):
 def test_a_machine_that_serves(answers):
     found = answers["fine"]
     assert (found["verdict"], found["exit_code"], found["problems"]) == ("fine", 0, [])
-    assert found["ops"] == {op: {"reference": "in use"} for op in OP_NAMES}
+    others = {provider.name: "-" for provider in providers() if provider.name != "reference"}
+    assert found["ops"] == {op: {**others, "reference": "in use"} for op in OP_NAMES}
     assert found["hooks"] == {hook.name: "in place" for hook in patches.HOOKS}
     assert found["versions"]["sglang"] == patches.SGLANG_VERSION
     assert found["platform"] == "deepinfer_plugin.platform.cpu.CpuPlatform"
@@ -58,7 +65,8 @@ def test_degraded(answers):
         ("hook off", ["page_pool", "switched off"]),
         ("not loaded", ["SGLANG_PLUGINS", "missing"]),
         ("mute", ["tokenizer.json", "<｜User｜>"]),
-        ("cut", ["00001-of"]),
+        ("cut", ["00001-of", "dspark_calibration.json"]),
+        ("strange", ["token classes", "do not belong together"]),
     ],
 )
 def test_cannot_serve(answers, case, words):
@@ -111,14 +119,16 @@ def test_ops_of_several_providers(monkeypatch):
     register(Provider("absent", lambda device: "no such device", lambda device: {}))
     try:
         ops, problems = doctor._ops()
-        assert ops["rope"] == {"other": "in use", "absent": "-", "reference": "available"}
-        assert ops["linear"] == {"other": "-", "absent": "-", "reference": "in use"}
-        assert problems == [(1, "provider absent is not available on cpu: no such device")]
+        some = ("other", "absent", "reference")
+        assert [ops["rope"][name] for name in some] == ["in use", "-", "available"]
+        assert [ops["linear"][name] for name in some] == ["-", "-", "in use"]
+        assert problems == [], "a CPU has its reference"
 
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
         _, problems = doctor._ops()
         assert problems[0][0] == 2 and "no provider serves" in problems[0][1] and "linear" in problems[0][1]
+        assert (1, "provider absent is not available on meta: no such device") in problems
     finally:
         unregister("other")
         unregister("absent")

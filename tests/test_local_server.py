@@ -39,6 +39,14 @@ def test_a_server_that_dies_says_why(tmp_path):
     assert server.processes() == []
 
 
+def test_a_refusal_is_all_that_is_said(tmp_path):
+    server = LocalServer("nowhere", log=tmp_path / "log")
+    server.command = [sys.executable, "-c", "print('loading'); raise SystemExit('error: no port:\\n  name another')"]
+    with pytest.raises(ServerDied) as died, server:
+        pass
+    assert str(died.value) == "server exited with 1\nerror: no port:\n  name another"
+
+
 def test_all_of_a_group_ends(tmp_path):
     """Also what does not listen to SIGTERM."""
     server = LocalServer("nowhere", log=tmp_path / "log")

@@ -45,7 +45,7 @@ def llama(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(llama, tiny):
     """One child process answers everything that needs SGLang as installed."""
-    ours = ["--model-path", str(tiny), "--model-impl", "deepinfer"]
+    ours = ["--model-path", str(tiny), "--model-impl", "deepinfer", "--port", "0"]
     stock = ["--model-path", llama, "--attention-backend", "torch_native"]
     questions = {
         "hooks": ("hooks", {}),
@@ -215,6 +215,8 @@ def test_prompts_the_network_cannot_read_are_refused():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
+        ({"image_data": "data:image/png;base64,"}, "image_data is not supported .* text only"),
+        ({"audio_data": ["a.wav"]}, "audio_data is not supported"),
         ({"top_logprobs_num": 11}, "top_logprobs_num 11 .*legal: 0 to 10"),
         ({"top_logprobs_num": -1}, "top_logprobs_num -1 .*legal: 0 to 10"),
         ({"sampling_params": {"n": 0}}, f"n 0: legal: 1 to {MOST_ANSWERS}"),
@@ -228,7 +230,11 @@ def test_requests_that_would_end_or_block_the_server(asked, words):
     manager = SimpleNamespace(model_config=config)
     with pytest.raises(ValueError, match=words):
         validate_one_request(lambda *args: None, manager, SimpleNamespace(**asked), [1])
-    fine = {"top_logprobs_num": 10, "sampling_params": {"n": MOST_ANSWERS, "stop_regex": ["a+", "(b|c)"]}}
+    fine = {
+        "top_logprobs_num": 10,
+        "image_data": [None],
+        "sampling_params": {"n": MOST_ANSWERS, "stop_regex": ["a+", "(b|c)"]},
+    }
     validate_one_request(lambda *args: None, manager, SimpleNamespace(**fine), [1])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -116,7 +116,9 @@ def _ops() -> tuple[dict[str, dict[str, str]], list[tuple[int, str]]]:
     slow = [row.op for row in rows if row.chosen == "reference"]
     if slow and device != "cpu":
         problems.append((DEGRADED, f"the slow torch reference serves {', '.join(slow)} on {device}"))
-    problems += [(DEGRADED, f"provider {name} is not available on {device}: {why}") for name, why in reasons.items()]
+    if device != "cpu":  # for which there is nothing but the reference
+        missing = [f"provider {name} is not available on {device}: {why}" for name, why in reasons.items()]
+        problems += [(DEGRADED, text) for text in missing]
     return ops, problems
 
 
@@ -142,32 +144,32 @@ def _sglang() -> tuple[str, dict[str, str], list[tuple[int, str]]]:
 
 
 def _checkpoint(path: Path) -> Iterator[tuple[int, str]]:
-    """The files, without reading a weight: config, every shard's header, and a tokenizer that knows the dialogue."""
+    """The files, without reading a weight: config, every shard's header, calibration, and a tokenizer that knows the
+    dialogue and that Engram was trained with."""
     from ..model.checkpoint import Checkpoint, CheckpointError
     from ..model.config import ConfigError, V41Config
+    from ..model.engram_table import EngramError, EngramTable
+    from ..speculative.calibration import CalibrationError, calibration_of
+    from ..tokenizer_check import tokenizer_problem
 
-    try:
-        Checkpoint.open(path, V41Config.load(path))
-    except (ConfigError, CheckpointError) as error:
-        yield CANNOT_SERVE, str(error)
-    problem = _tokenizer_problem(path / "tokenizer.json")
+    problem = tokenizer_problem(path)
     if problem:
-        yield CANNOT_SERVE, f"{path / 'tokenizer.json'}: {problem}; chat requests would fail at start"
-
-
-def _tokenizer_problem(file: Path) -> str | None:
-    """Render a dialogue the way the server does: the codec refuses a tokenizer that lacks one of its special tokens."""
-    if not file.is_file():
-        return "missing"
+        yield CANNOT_SERVE, f"{path}: {problem}; a server would not start"
     try:
-        import tokenizers
-        from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
-
-        codec: Any = DeepSeekRecipe("dsv41", tokenizers.Tokenizer.from_file(str(file)))
-        codec.encode({"messages": [{"role": "user", "content": "hello"}], "thinking": True})
-    except Exception as error:  # three libraries' errors, all meaning the same here
-        return str(error)
-    return None
+        config = V41Config.load(path)
+    except ConfigError as error:
+        yield CANNOT_SERVE, str(error)
+        return
+    checks: list[Callable[[], Any]] = [lambda: Checkpoint.open(path, config)]
+    if not problem:
+        checks.append(lambda: EngramTable.load(path, config))
+    if config.draft_block:
+        checks.append(lambda: calibration_of(path, None, config.draft_block))
+    for check in checks:
+        try:
+            check()
+        except (CheckpointError, EngramError, CalibrationError) as error:
+            yield CANNOT_SERVE, str(error)
 
 
 def run(args: argparse.Namespace) -> int:

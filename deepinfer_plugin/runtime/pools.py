@@ -45,7 +45,10 @@ class PoolSizer(MemoryPoolConfigurator):
         sizes = plan(
             self.config, page_size=page_size, running_requests=self.running_requests, budget_bytes=available_bytes
         )
-        if get_schedule().max_total_tokens is None and sizes.tokens < tokens_for_context(self.context, page_size):
+        wanted = tokens_for_context(self.context, page_size)
+        if cap := get_schedule().max_total_tokens:  # the context was cut to fit it when arguments were resolved
+            wanted = min(wanted, cap // page_size * page_size)
+        if sizes.tokens < wanted:
             longest = context_length(self.config, page_size, sizes.tokens)
             raise CapacityError(
                 f"--context-length {self.context}: the {gib(available_bytes)} left after loading hold {sizes.tokens} "

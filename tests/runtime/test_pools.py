@@ -166,8 +166,10 @@ def test_sizer_refuses_a_context_that_would_wait_for_ever(small, sizer):
     assert sizer(running=4, context=longest).calculate_pool_sizes(budget, PAGE).max_total_num_tokens == tokens
     with pytest.raises(CapacityError, match=f"--context-length {longest + 1}: .* largest legal value is {longest},"):
         sizer(running=4, context=longest + 1).calculate_pool_sizes(budget, PAGE)
-    # With a cap of the user's the context was cut to fit when arguments were resolved.
+    # The context was cut to fit a cap when arguments were resolved; memory must still hold the one or the other.
     sizer(running=4, context=longest + 1, max_tokens=512).calculate_pool_sizes(budget, PAGE)
+    with pytest.raises(CapacityError, match="largest legal value"):
+        sizer(running=4, context=longest + 1, max_tokens=1 << 20).calculate_pool_sizes(budget, PAGE)
 
 
 def test_build_pool_has_a_slot_for_every_request_row(small, sizer, monkeypatch):

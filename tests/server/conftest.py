@@ -43,6 +43,7 @@ def servers(tiny, tmp_path_factory, request):
     shutil.copytree(tiny, model_path)
     needed = {_server_of(item) for item in request.session.items}
     servers = Servers(model_path, tmp_path_factory.mktemp("logs"), [name for name in VARIANTS if name in needed])
+    servers.begin()
     yield servers
     servers.stop()
 

@@ -61,6 +61,10 @@ def _speculating(mode: str, *flags: str) -> tuple[str, ...]:
     return ("--deepinfer-speculation", mode, *flags)
 
 
+SEEDED = "--enable-deterministic-inference"
+SHORT = 1024  # tokens of context where the longest request is to end soon
+
+
 # Tests run in this order, so that each server starts once and is stopped before the next but one starts. "default" and
 # "trained" have the flags that users start with, none: they speculate, as many drafts as pay.
 VARIANTS = {
@@ -92,18 +96,18 @@ VARIANTS = {
         None,
         replay=False,
         flags=(
-            *_small("--deepinfer-exact-prefix", "--page-size", "64", "--chunked-prefill-size", "-1"),
+            *_small("--deepinfer-exact-prefix", "--page-size", "64", "--chunked-prefill-size", "-1", SEEDED),
             *_speculating("off", "--log-requests", "--log-requests-level", "3"),
         ),
         slots=8,
     ),
-    "speculating": Variant(128, 512, replay=True, flags=_speculating("fixed")),
+    "speculating": Variant(128, 512, replay=True, flags=_speculating("fixed", "--context-length", str(SHORT))),
     "speculating exact": Variant(
         64,
         128,
         replay=False,
         flags=(
-            *_small("--deepinfer-exact-prefix", "--chunked-prefill-size", "128"),
+            *_small("--deepinfer-exact-prefix", "--chunked-prefill-size", "128", SEEDED),
             *_speculating("fixed", "--page-size", "64", "--disable-overlap-schedule"),
         ),
         env=_retract(17),
@@ -115,7 +119,7 @@ VARIANTS = {
         128,
         replay=False,
         flags=(
-            *_small("--deepinfer-exact-prefix", "--chunked-prefill-size", "128"),
+            *_small("--deepinfer-exact-prefix", "--chunked-prefill-size", "128", SEEDED),
             *_speculating("scheduled", "--enable-metrics"),
         ),
         env=_retract(17),
@@ -256,6 +260,11 @@ class Servers:
     def __init__(self, model_path: Path, logs: Path, planned: Sequence[str]):
         self.model_path, self.logs, self.planned = model_path, logs, list(planned)
         self.alive: dict[str, Served] = {}
+
+    def begin(self) -> None:
+        """Start the first one planned, beside whatever runs before it is asked for."""
+        if self.planned and not self.alive:
+            self._start(self.planned[0])
 
     def get(self, name: str) -> Served:
         if name in self.alive and self.alive[name].server.process.poll() is not None:  # type: ignore[union-attr]

@@ -46,6 +46,7 @@ REFUSED = {
         },
         ["text input", "image_url"],
     ),
+    "image beside a text": ("/generate", {"text": "what is this?", "image_data": PIXEL}, ["image_data", "text only"]),
     "temperature": ("/generate", {"text": "hi", "sampling_params": {"temperature": -1}}, ["temperature"]),
     "grammar": ("/generate", {"text": "hi", "sampling_params": {"ebnf": 'root ::= "yes'}}, ["ebnf"]),
     "schema": ("/generate", {"text": "hi", "sampling_params": {"json_schema": "{"}}, ["json"]),
@@ -101,8 +102,8 @@ def test_the_longest_request_that_is_accepted_ends(served, reference):
 
 @pytest.mark.parametrize("served", ["whole"], indirect=True)
 def test_two_hundred_requests_on_eight_slots(served, reference):
-    prompts = [random_ids(1 + 7 * (i % 20), seed=62) for i in range(200)]
-    answers = served.together(served.generate, [(ids, 2 + i % 3) for i, ids in enumerate(prompts)], 200)
+    prompts = [random_ids(1 + 4 * (i % 20), seed=62) for i in range(200)]
+    answers = served.together(served.generate, [(ids, 1 + i % 3) for i, ids in enumerate(prompts)], 200)
     for ids, answer in zip(prompts, answers, strict=True):
         reference.one_shot(ids, answer.ids, "200 at once")
 
