@@ -134,7 +134,7 @@ class Schedule:
             unknown = self.planner.usual if self.pause.paused else 1.0
             lagged = self.lagged.read(self.round, np.array(host_slots), np.array(owners), most > 0, unknown=unknown)
             plan = self.planner.plan(lagged, attended, most)
-        self.drafts = self.pause.after(plan.advantage, sees_newest)
+        self.drafts = self.pause.after(plan.advantage, sees_newest, len(host_slots))
         lengths = allocate(
             survivals,
             plan.total,

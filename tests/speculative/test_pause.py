@@ -45,6 +45,28 @@ def test_it_comes_back(sees_newest):
     assert all(had[LAST + LAG + 2 :])
 
 
+@pytest.mark.parametrize(("running", "soon"), [(16, False), (9, False), (31, False), (8, True), (32, True), (1, True)])
+@pytest.mark.parametrize("sees_newest", [True, False])
+def test_another_load_is_tried_soon(running, soon, sees_newest):
+    """A long pause at 16 requests says little about 1 or 32."""
+    pause = Pause(LAG)
+    while not (pause.paused and pause._left == LAST):
+        pause.after(0.5, sees_newest, running=16)
+    waited = 0
+    while not pause.after(None, sees_newest, running=running):
+        waited += 1
+    assert waited <= FIRST if soon else waited > LAST // 2
+
+
+def test_a_load_that_swings_is_not_tried_all_the_time():
+    pause, drafts = Pause(LAG), True
+    had = []
+    for index in range(4000):
+        had.append(drafts)
+        drafts = pause.after(0.5 if drafts else None, True, running=1 + 3 * (index // 2 % 2))
+    assert sum(had[1000:]) / 3000 <= 1 / (FIRST + 1) + 0.01
+
+
 def test_noise_does_not_pause():
     random, pause = np.random.default_rng(0), Pause(LAG)
     drafts = [pause.after(float(advantage)) for advantage in random.normal(1.5, 0.4, 1000)]
