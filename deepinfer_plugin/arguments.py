@@ -72,11 +72,13 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     view = resolving_view(server_args)
     if not model_impl.selected(view.model_impl):
         return
-    refusals.print_plainly()
+    if from_command_line(server_args):
+        refusals.print_plainly()
     patches.verify()
     settings = Settings.of(server_args)
     if view.enable_deterministic_inference:
         # A replayed window is an approximation, and how much of a prompt is cached depends on what ran before.
+        logger.info("--enable-deterministic-inference implies --deepinfer-exact-prefix")
         settings = replace(settings, exact_prefix=True)
     declare_resolution(server_args, SOURCE, model_config_parser=model_impl.PARSER)
     config, weight_bytes = _read_checkpoint(view)

@@ -195,9 +195,12 @@ def _address(server_args: Any, view: Any) -> Iterator[str]:
     line: ``Engine`` never listens."""
     if not from_command_line(server_args):
         return
-    family = socket.AF_INET6 if ":" in view.host else socket.AF_INET
     try:
-        socket.create_server((view.host, view.port), family=family).close()
+        flags = socket.AI_PASSIVE
+        for family, *_, address in socket.getaddrinfo(
+            view.host or None, view.port, type=socket.SOCK_STREAM, flags=flags
+        ):
+            socket.create_server(address, family=family).close()
     except (OSError, OverflowError) as error:
         why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         yield f"--host {view.host} --port {view.port}: cannot listen there ({why}); name another"
@@ -328,7 +331,9 @@ def _longest_request(
     from .runtime.memory_plan import gib
 
     page_size = sizes.page_size
-    context = context or context_length(config, page_size, tokens) or config.max_position
+    if context is None:
+        fitting = context_length(config, page_size, tokens)
+        context = config.max_position if fitting is None else fitting
     if sizes.tokens < tokens_for_context(context, page_size):
         given = "" if fraction is None else f"--mem-fraction-static {fraction}: "
         yield (

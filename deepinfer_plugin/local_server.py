@@ -113,7 +113,7 @@ class LocalServer:
     def last_words(self) -> str:
         """Of a server that died: the refusal that its log ends with (``refusals``), else the log's tail."""
         _, refused, text = f"\n{self.log.read_text(errors='replace')}".rpartition("\nerror: ")
-        return f"error: {text.rstrip()}" if refused else self.tail()
+        return f"error: {text.rstrip()}" if refused and "Traceback" not in text else self.tail()
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -166,7 +166,7 @@ class Settings:
 
 
 def from_command_line(server_args: Any) -> bool:
-    """Whether a command was given these arguments, which is going to serve; else it is an ``Engine``."""
+    """Whether a command line was parsed into these arguments, as a server's are; an ``Engine``'s are keywords."""
     return getattr(server_args, ATTRIBUTE, None) is not None
 
 

@@ -7,6 +7,7 @@ refuses a file that is not V4.1 by naming the field and the legal values. Nothin
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +56,10 @@ def _require(condition: bool, field: str, value: Any, legal: str) -> None:
         raise ConfigError(f"config.json: {field}={value!r} is not supported; legal: {legal}")
 
 
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < sys.float_info.max
+
+
 def _check_kinds(text: Mapping[str, Any]) -> None:
     def integer(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -64,7 +69,7 @@ def _check_kinds(text: Mapping[str, Any]) -> None:
 
     for keys, right, legal in (
         (INTEGERS, integer, "an integer"),
-        (NUMBERS, lambda value: integer(value) or isinstance(value, float), "a number"),
+        (NUMBERS, _number, "a number"),
         (INTEGER_LISTS, integers, "a list of integers"),
         (("rope_scaling",), lambda value: isinstance(value, Mapping), "an object"),
     ):
@@ -235,7 +240,7 @@ class V41Config:
                 raise ConfigError(f"config.json: required field {key!r} is missing")
             if kind is int and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"config.json: {key}={value!r} is not supported; legal: an integer")
-            if kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if kind is float and not _number(value):
                 raise ConfigError(f"config.json: {key}={value!r} is not supported; legal: a number")
             return value
 

@@ -45,14 +45,18 @@ class EngramTable:
         """From ``path/tokenizer.json``; None for a model without Engram layers.
 
         Raises:
-            EngramError: no tokenizer, or one that does not belong to the config (see ``of``).
+            EngramError: no tokenizer, one that cannot be read, or one that does not belong to the config (see ``of``).
         """
         if config.engram is None:
             return None
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             raise EngramError(f"{file} does not exist; Engram needs the tokenizer that the checkpoint was trained with")
-        return cls.of(config.engram, Tokenizer.from_file(str(file)), config.vocab_size)
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more special
+            raise EngramError(f"{file} cannot be read: {error}") from None
+        return cls.of(config.engram, tokenizer, config.vocab_size)
 
     @classmethod
     def of(cls, engram: EngramConfig, tokenizer: Tokenizer, vocab_size: int) -> EngramTable:

@@ -18,7 +18,10 @@ def _ours() -> bool:
 
     from ..arguments import ATTENTION_BACKEND
 
-    return ATTENTION_BACKEND in attention_backends()
+    try:
+        return ATTENTION_BACKEND in attention_backends()
+    except ValueError:  # no server's arguments: somebody uses SGLang as a library
+        return False
 
 
 def enable_batch_invariant_mode(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

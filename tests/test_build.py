@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepinfer_plugin.cli import build
-from deepinfer_plugin.kernels.cuda import ahead, experts, index, jit
+from deepinfer_plugin.kernels.cuda import experts, index, jit
+from deepinfer_plugin.model import V41Config
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,11 @@ def compiled(monkeypatch, tmp_path):
 
 def test_the_released_model(deepinfer, compiled):
     code, out, _ = deepinfer("build")
-    assert code == 0 and "22 kernels for sm_90a" in out and len(set(compiled)) == 22
+    assert code == 0 and "24 kernels for sm_90a" in out and len(set(compiled)) == 24
     by_file = {file: [dict(s.defines) for s in compiled if s.file == file] for file in {s.file for s in compiled}}
-    assert {(d["D"], d["HEADS"], d["GROUPS"]) for d in by_file["index_scores.cu"]} == {(128, 32, 64), (128, 32, 128)}
+    assert {(d["D"], d["HEADS"], d["GROUPS"]) for d in by_file["index_scores.cu"]} == {
+        (128, 32, groups) for groups in (32, 64, 128)
+    }
     assert {(d["EXPERTS"], d["TOPK"]) for d in by_file["experts.cu"]} == {(384, 6), (128, 3)}
 
 
@@ -39,7 +41,12 @@ def test_what_a_call_asks_for_is_what_was_built(deepinfer, compiled):
 
 def test_a_checkpoint(deepinfer, tiny, compiled):
     assert deepinfer("build", tiny)[0] == 0
-    assert compiled and all(source in set(ahead.sources(**build._shapes(tiny, 1))) for source in compiled)
+    config = V41Config.load(tiny)
+    scores = [dict(source.defines) for source in compiled if source.file == "index_scores.cu"]
+    moe = [dict(source.defines) for source in compiled if source.file == "experts.cu"]
+    assert {(d["D"], d["SOURCE_HEADS"]) for d in scores} == {(config.index_head_dim, config.index_heads)}
+    sets = {(config.experts, config.experts_per_token), (config.dspark.experts, config.dspark.experts_per_token)}
+    assert {(d["EXPERTS"], d["TOPK"]) for d in moe} == sets
 
 
 @pytest.mark.parametrize(

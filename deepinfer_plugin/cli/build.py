@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shapes(path: Path | None, ranks: int) -> dict:
-    from ..arguments import PAGE_SIZE
+    from ..conflicts import PAGE_SIZES
     from ..model.config import V41Config
 
     if path is None:
@@ -71,5 +71,5 @@ def _shapes(path: Path | None, ranks: int) -> dict:
             raise ValueError(f"--ranks {ranks} does not divide {count} experts; legal: a divisor of it")
     return shapes | {
         "expert_sets": tuple((count // ranks, inner, topk) for count, inner, topk in shapes["expert_sets"]),
-        "groups_per_page": (PAGE_SIZE // 2, PAGE_SIZE),
+        "groups_per_page": tuple(sorted({size // ratio for size in PAGE_SIZES for ratio in (1, 2)})),
     }

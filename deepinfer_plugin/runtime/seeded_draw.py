@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 LOW = (1 << 32) - 1
+UNIT = 1 << 40  # of probability
 ROWS = 64  # hashed at a time: each token of a row's vocabulary takes a few words of 8 bytes
 
 
@@ -29,11 +30,12 @@ def draw(probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities [R, vocab] by rank, 0 for what a row's top_k, top_p and min_p [R] exclude, and the token at each
     rank. Of equally likely tokens the first of the vocabulary ranks first. A top_p of 1 excludes nothing, whatever
-    the rounding of the sum."""
+    the probabilities add up to. They are added as integers: a sum of floats may depend on the shape of the batch."""
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    before = ranked.cumsum(-1) - ranked
+    units = (ranked.double() * UNIT).round().long()
+    before = units.cumsum(-1) - units
     excluded = torch.arange(ranked.shape[1], device=probs.device) >= top_ks[:, None]
-    excluded |= (before > top_ps[:, None]) & (top_ps[:, None] < 1)
+    excluded |= (before > top_ps[:, None].double() * UNIT) & (top_ps[:, None] < 1)
     excluded |= ranked < ranked[:, :1] * min_ps[:, None]
     return ranked.masked_fill(excluded, 0), order
 

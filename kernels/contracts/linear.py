@@ -32,7 +32,8 @@ class LinearOps(OpTable):
         bf16: x is cast to FP8 with a UE8M0 scale per 32 channels, products are exact, sums at least float32, one
         rounding at the end. float32: x is not cast.
 
-        NaN: a NaN or an infinity makes its row NaN.
+        NaN: a NaN or an infinity makes its row NaN. One in a weight makes its column NaN, and may take the columns that
+        share its scale with it.
 
         Raises:
             OpError: shape or dtype of an argument.

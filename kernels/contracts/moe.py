@@ -25,7 +25,8 @@ class MoeOps(OpTable):
             weight: ``prepare_dense`` of the router, bf16 [E, H].
             bias: float32 [E], added for the choice only.
             bias_vl: float32 [E] or None, takes the place of ``bias`` where ``image_mask`` (bool [T] or None) is True.
-            scale: factor on the weights after they are normalised, which they are for every topk, 1 included.
+            scale: factor on the weights after they are normalised. A single expert (topk 1) has nothing to weigh
+                against: its weight is s * scale.
 
         Returns:
             weights float32 [T, topk] = s / (sum of chosen s + 1e-20) * scale with s = sqrt(softplus(logit)), and ids
@@ -64,6 +65,10 @@ class MoeOps(OpTable):
             w13: uint8 [E, 2I, H/2], two e2m1 values a byte (low nibble first): gate rows, then up rows. s13: UE8M0
                 [E, 2I, H/32].
             w2: uint8 [E, H, I/2]. s2: UE8M0 [E, H, I/32].
+
+        Raises:
+            ValueError: the scales of a matrix span more than a provider holds (the cuda kernel: 2^126; blocks of zeros
+                do not count).
         """
         op = "prepare_experts"
         check(op, "w13", w13, (None, None, None), U8)

@@ -25,6 +25,8 @@ def unavailable(device: torch.device) -> str | None:
     found = torch.cuda.get_device_capability(device)
     if found != CAPABILITY:
         return "its kernels are written for compute capability {}.{}, this GPU has {}.{}".format(*CAPABILITY, *found)
+    if device.index not in (None, torch.cuda.current_device()):
+        return f"it runs on the current GPU, cuda:{torch.cuda.current_device()}; call torch.cuda.set_device first"
     return None
 
 

@@ -202,7 +202,7 @@ struct Result {
     const float* sorted;
     u16* out;
     float limit;
-    u32 (*maxima)[4][NMAX];
+    u16 (*maxima)[4][GATED ? NMAX : 1];
 };
 
 template <int N> struct Product;
@@ -233,7 +233,7 @@ template <int N> __device__ __forceinline__ void finish(float (&d)[N / 2], const
         u32 amax = __float_as_uint(h) & 0x7FFFFFFF;
         #pragma unroll
         for (int step = 4; step < 32; step *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
-        if (lane < 4) to.maxima[group][warp][at] = amax;
+        if (lane < 4) to.maxima[group][warp][at] = (u16)(amax >> 16);
     }
     warpgroup_barrier(group);
     #pragma unroll
@@ -241,7 +241,7 @@ template <int N> __device__ __forceinline__ void finish(float (&d)[N / 2], const
         const int at = 8 * (i / 2) + column + i % 2;
         u32 amax = 0;
         #pragma unroll
-        for (int w = 0; w < 4; w++) amax = max(amax, to.maxima[group][w][at]);
+        for (int w = 0; w < 4; w++) amax = max(amax, (u32)to.maxima[group][w][at] << 16);
         if (at < work.count)
             to.out[((i64)(work.first / 8 + at / 8) * (OUT / 8) + channel / 8) * 64 + at % 8 * 8 + channel % 8] =
                 fp8_round_trip(d[4 * (i / 2) + i % 2], fp8_scale(amax));
@@ -334,9 +334,9 @@ __device__ __forceinline__ void consume(const Item& work, Slot& slot, u32 base, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) product(
     const u8* weights, const float* factors, const int* begins, const int* counts, const int* order,
     const float* sorted, const u16* x, u16* out, float limit) {
-    extern __shared__ __align__(1024) u8 memory[];
+    extern __shared__ __align__(128) u8 memory[];
     __shared__ int first_item[EXPERTS + 1];
-    __shared__ u32 maxima[GATED ? WARPGROUPS : 1][4][NMAX];
+    __shared__ u16 maxima[GATED ? WARPGROUPS : 1][4][GATED ? NMAX : 1];  // upper halves: of bf16 values, all of them
     __shared__ u64 barriers[2 * STAGES];
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES, base = shared_address(memory);
     if (threadIdx.x < 32) {  // a scan by one warp

@@ -16,7 +16,7 @@ GROUP = 8  # tokens of a core matrix; an expert begins at a multiple
 # Where the four bits of a code (sign, exponent, exponent, mantissa) lie in a half-word, for each of its four codes.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 LARGEST_SCALE = 128  # UE8M0 byte whose factor still fits (``_scales``)
-SHARED_BYTES = 220 << 10
+SHARED_BYTES = 227 << 10  # of a block at most, static and dynamic
 MOST_PAIRS = 96 << 10  # of one pass: bounds the memory of copies; more tokens go in several passes
 
 
@@ -48,7 +48,8 @@ class Product:
         """The kernel, and the bytes of shared memory it wants."""
         experts, row_tiles, channel_tiles, _ = self.tiles.shape
         stage = tiling.warpgroups * TILE_BYTES + tiling.columns * CHANNELS * 2
-        stages = min(12, SHARED_BYTES // stage)
+        static = 4 * (experts + 1) + (2 * 4 * tiling.warpgroups * tiling.columns if gated else 0) + 1024  # and barriers
+        stages = min(12, (SHARED_BYTES - static) // stage)
         kernel = jit.kernel(
             "experts.cu",
             "product",
@@ -94,18 +95,28 @@ def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts
 
 
 def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
-    """codes uint8 [E, N, K/2], scales UE8M0 [E, N, K/32], ``rows`` int64: which row comes where."""
+    """codes uint8 [E, N, K/2], scales UE8M0 [E, N, K/32], ``rows`` int64: which row comes where.
+
+    Raises:
+        ValueError: the scales of an expert are too far apart for one factor.
+    """
     experts, _, half = codes.shape
     row_tiles, channel_tiles = -(-rows.shape[0] // ROWS), -(-2 * half // CHANNELS)
     tiles = torch.empty(experts, row_tiles, channel_tiles, TILE_BYTES, dtype=torch.uint8, device=codes.device)
     factors = torch.empty(experts, dtype=torch.float32, device=codes.device)
+    lost = torch.empty(experts, dtype=torch.bool, device=codes.device)
     for expert in range(experts):  # one at a time: the unpacked form is eight times as large
         padded = torch.zeros(row_tiles * ROWS, channel_tiles * CHANNELS // 2, dtype=torch.uint8, device=codes.device)
         padded[: rows.shape[0], :half] = codes[expert, rows]
         tiles[expert, ..., : ROWS * CHANNELS // 2] = _words(padded)
-        tiles[expert, ..., ROWS * CHANNELS // 2 :], factors[expert] = _scales(
-            scales[expert].view(torch.uint8)[rows], row_tiles, channel_tiles
+        used = ((padded[: rows.shape[0], :half] & 0x77) != 0).view(rows.shape[0], -1, 16).any(-1)
+        stored, factors[expert], lost[expert] = _scales(
+            scales[expert].view(torch.uint8)[rows], used, row_tiles, channel_tiles
         )
+        tiles[expert, ..., ROWS * CHANNELS // 2 :] = stored
+    if bool(lost.any()):
+        named = lost.nonzero().flatten().tolist()
+        raise ValueError(f"prepare_experts: scales of experts {named} span more than 2^126; the cuda kernel holds less")
     return Product(tiles, factors, bool((scales.view(torch.uint8) == 255).any()))
 
 
@@ -126,27 +137,34 @@ def _words(codes: Tensor) -> Tensor:
     return word.reshape(row_tiles, channel_tiles, -1).view(torch.uint8)
 
 
-def _scales(scales: Tensor, row_tiles: int, channel_tiles: int) -> tuple[Tensor, Tensor]:
-    """UE8M0 bytes [N, K/32] -> bytes [row tiles, channel tiles, 256], [row][block], and the factor taken out of them.
+def _scales(scales: Tensor, used: Tensor, row_tiles: int, channel_tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+    """UE8M0 bytes [N, K/32] -> bytes [row tiles, channel tiles, 256], [row][block], the factor taken out of them, and
+    whether a scale is lost. ``used`` bool [N, K/32]: blocks that are not all zero; the others' scales do not matter.
 
     A code in bf16's own bits is 2^-126 of its value, so the stored byte is the exponent of 2^126 times the scale. That
     fits up to a scale of 2; a matrix with larger ones is scaled down as a whole. 255 stays NaN.
     """
-    finite = scales.to(torch.int32).masked_fill(scales == 255, 0)
+    used = used & (scales != 255)
+    finite = scales.to(torch.int32).masked_fill(~used, 0)
     excess = (finite.max() - LARGEST_SCALE).clamp(min=0)
+    lost = (used & (finite < excess)).any()
     stored = torch.where(scales == 255, 255, (finite - excess).clamp(min=0) + 126).to(torch.uint8)
     padded = torch.zeros(row_tiles * ROWS, channel_tiles * 4, dtype=torch.uint8, device=scales.device)
     padded[: scales.shape[0], : scales.shape[1]] = stored
     by_tile = padded.view(row_tiles, ROWS, channel_tiles, 4).transpose(1, 2)
-    return by_tile.reshape(row_tiles, channel_tiles, -1), torch.exp2(excess.to(torch.float32))
+    return by_tile.reshape(row_tiles, channel_tiles, -1), torch.exp2(excess.to(torch.float32)), lost
 
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
     if x.dtype == torch.float32:
         return reference.moe.moe_experts(x, weights, ids, experts.wide, limit)
     tokens, topk = ids.shape
+    if not topk:
+        return torch.zeros(tokens, experts.hidden, dtype=torch.float32, device=x.device)
     out = torch.empty(tokens, experts.hidden, dtype=torch.float32, device=x.device)
     step = max(1, MOST_PAIRS // topk)
+    if x.data_ptr() % 16:
+        x = x.clone()  # it is read 16 bytes at a time
     for first in range(0, tokens, step):
         part = slice(first, first + step)
         _pass(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), experts, limit, out[part])

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import jit
 
 MAX_COLUMNS = 256  # of a wgmma instruction: heads times rows that share a tile
+MOST_QUERY = 20480  # channels of all heads of a row: four rows fit into shared memory
 MULTIPROCESSORS = 132
 MOST_ROWS = 65535  # the second axis of a grid
 BLOCKS_PER_MULTIPROCESSOR = 6  # two waves of the three that fit: what an uneven end costs is halved
@@ -24,6 +25,7 @@ def index_scores(
     low_precision: bool,
 ) -> Tensor:
     rows, heads, channels = query.shape
+    requests, visible = requests.contiguous(), visible.contiguous()
     groups, pages = key.shape[1], page_table.shape[1]
     if rows > MOST_ROWS:
         parts = zip(*(each.split(MOST_ROWS) for each in (query, weight, requests, visible)), strict=True)
@@ -31,6 +33,8 @@ def index_scores(
     out = torch.empty(rows, pages * groups, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
+    if key.stride(2) != 1 or key_scale.stride(2) != 1:
+        raise ValueError("index_scores: the bytes of a key and of its scales must be neighbours")
     scores = ScoresKernels(
         channels, heads, groups, query.dtype, low_precision and query.dtype == torch.bfloat16, _aligned(key, channels)
     )
@@ -74,8 +78,11 @@ class ScoresKernels:
 
     def __init__(self, channels: int, heads: int, groups: int, dtype: torch.dtype, low: bool, aligned: bool):
         self.heads = -(-heads // 8) * 8
-        if 4 * self.heads > MAX_COLUMNS:
-            raise ValueError(f"index_scores: {heads} heads are not supported by the cuda kernel; legal: up to 64")
+        if 4 * self.heads > MAX_COLUMNS or self.heads * channels > MOST_QUERY:
+            raise ValueError(
+                f"index_scores: {heads} heads of {channels} channels are not supported by the cuda kernel; legal: "
+                f"up to 64 heads, and {MOST_QUERY} channels of all (heads rounded up to eight)"
+            )
         self.rows = 4
         columns = self.rows * self.heads
         defines = {
@@ -99,7 +106,7 @@ def _aligned(key: Tensor, channels: int) -> bool:
 
 
 def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, blocks: int) -> Tensor:
-    scores = scores.contiguous()
+    scores, visible = scores.contiguous(), visible.contiguous()
     rows, groups = scores.shape
     out = torch.empty(rows, groups, dtype=torch.bool, device=scores.device)
     if out.numel():
@@ -108,11 +115,13 @@ def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, blocks: i
 
 
 def top_groups(scores: Tensor, visible: Tensor, k: int, candidates: Tensor | None) -> Tensor:
-    scores = scores.contiguous()
+    scores, visible = scores.contiguous(), visible.contiguous()
     rows, groups = scores.shape
     out = torch.empty(rows, k, dtype=torch.int64, device=scores.device)
     if rows:
-        allowed = _NO_TENSOR if candidates is None else candidates.contiguous()
+        allowed: Tensor | int = _NO_TENSOR
+        if candidates is not None:  # eight at a time
+            allowed = candidates.contiguous() if candidates.data_ptr() % 8 == 0 else candidates.clone()
         _select(scores, 0).launch((rows,), 512, 0, scores, visible, allowed, out, groups, k)
     return out
 

@@ -7,6 +7,7 @@ so neither a toolkit nor a host compiler is needed, and it works without a GPU. 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -21,6 +22,8 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parent
 ARCH = "sm_90a"  # wgmma exists under this name only
+OPTIONS = (f"--gpu-architecture={ARCH}", "--std=c++17", "--ptxas-options=-v")
+DIGEST = 32  # bytes of a sha256
 
 
 class CompileError(RuntimeError):
@@ -87,10 +90,11 @@ class Kernel:
         function = self._functions.get(device)
         if function is None:
             module = _ok(driver.cuModuleLoadData(cubin(self.source)))
-            function = self._functions[device] = _ok(driver.cuModuleGetFunction(module, self.entry.encode()))
+            function = _ok(driver.cuModuleGetFunction(module, self.entry.encode()))
             if shared > 48 << 10:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _ok(driver.cuFuncSetAttribute(function, limit, shared))
+            self._functions[device] = function  # complete: another thread may use it from here on
         values = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
         types = tuple(map(_c_type, args))
         stream = torch.cuda.current_stream().cuda_stream
@@ -125,30 +129,53 @@ def cubin(source: Source) -> bytes:
         CompileError: the compiler refused it.
     """
     path = _cache_path(source)
+    if path is not None and (found := _read(path)) is not None:
+        return found
+    code, _ = compile_source(source)
+    if path is not None:
+        _write(path, code)
+    return code
+
+
+def _read(path: Path) -> bytes | None:
+    """A cached cubin, None if it is not there or not whole: it ends with its digest."""
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError:
-        code, _ = compile_source(source)
-    try:
+        return None
+    code, digest = content[:-DIGEST], content[-DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """A cache that cannot be written costs the next start some seconds."""
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)  # other processes see all of it or nothing
-    except OSError:
-        pass  # a cache that cannot be written costs the next start some seconds
-    return code
+            try:
+                file.write(code + hashlib.sha256(code).digest())
+                file.close()
+                os.replace(file.name, path)  # other processes see all of it or nothing
+            except OSError:
+                os.unlink(file.name)
 
 
 def cached(source: Source) -> bool:
     """Whether ``cubin`` would find it compiled."""
-    return _cache_path(source).exists()
+    path = _cache_path(source)
+    return path is not None and _read(path) is not None
 
 
-def _cache_path(source: Source) -> Path:
+def _cache_path(source: Source) -> Path | None:
+    """None where this user has no home."""
     from cuda.bindings import nvrtc
 
-    key = hashlib.sha256(repr((_ok(nvrtc.nvrtcVersion()), ARCH)).encode() + source.text.encode()).hexdigest()[:32]
-    return cache_folder() / f"{Path(source.file).stem}-{key}.cubin"
+    made_with = repr((_ok(nvrtc.nvrtcVersion()), OPTIONS)).encode()
+    key = hashlib.sha256(made_with + source.text.encode()).hexdigest()[:32]
+    try:
+        return cache_folder() / f"{Path(source.file).stem}-{key}.cubin"
+    except RuntimeError:
+        return None
 
 
 def compile_source(source: Source) -> tuple[bytes, str]:
@@ -156,7 +183,7 @@ def compile_source(source: Source) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
     program = _ok(nvrtc.nvrtcCreateProgram(source.text.encode(), source.file.encode(), 0, [], []))
-    options = [f"--gpu-architecture={ARCH}".encode(), b"--std=c++17", b"--ptxas-options=-v"]
+    options = [option.encode() for option in OPTIONS]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS
     log = bytearray(_ok(nvrtc.nvrtcGetProgramLogSize(program)))
     _ok(nvrtc.nvrtcGetProgramLog(program, log))

@@ -41,6 +41,7 @@ struct Row {
     }
     __device__ __forceinline__ u32 ordered(u32 bits) const {
         if ((bits & ~SIGN & ALL) > INFINITE) bits = SIGN | INFINITE;  // NaN
+        if (bits == SIGN) bits = 0;  // both zeros are one
         return bits & SIGN ? ~bits & ALL : bits | SIGN;
     }
     __device__ __forceinline__ void keys(int first, int items, u32 (&out)[RUN]) const {

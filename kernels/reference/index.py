@@ -33,7 +33,7 @@ def index_scores(
     order = torch.argsort(requests, stable=True)
     ids, counts = torch.unique_consecutive(requests[order], return_counts=True)
     for request, members in zip(ids.tolist(), order.split(counts.tolist()), strict=True):
-        reach = int(visible[members].max())
+        reach = min(int(visible[members].max()), out.shape[1])
         if reach <= 0:
             continue
         pages = page_table[request, : -(-reach // groups)]
@@ -64,8 +64,8 @@ def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, blocks: i
     reachable = torch.arange(groups, device=scores.device) < visible[:, None]
     best = torch.full((rows, count * block_size), -torch.inf, dtype=torch.float64, device=scores.device)
     best[:, :groups] = _selection_key(scores, reachable)
-    best = best.unflatten(-1, (count, block_size)).amax(-1)
-    last = (visible[:, None] - 1) // block_size
+    best = best.unflatten(-1, (count, block_size)).amax(-1).clamp_(max=torch.finfo(torch.float64).max)
+    last = (visible[:, None].clamp(max=groups) - 1) // block_size  # ranks above all, scores of infinity too
     best = best.masked_fill(torch.arange(count, device=scores.device) == last, torch.inf)
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, :blocks]
     chosen = torch.zeros(rows, count, dtype=torch.bool, device=scores.device).scatter_(1, order, True)

@@ -142,7 +142,8 @@ def test_ties_and_equal_scores(tables):
     ours, reference = tables
     scores = torch.randint(-3, 3, (7, 40_000), device="cuda").to(torch.bfloat16)
     visible = torch.tensor([0, 1, 511, 512, 513, 30_000, 40_000], device="cuda")
-    for each in (scores, scores.float(), torch.zeros_like(scores)):
+    zeros = torch.zeros_like(scores)
+    for each in (scores, scores.float(), zeros, torch.where(scores > 0, zeros, -zeros)):  # both zeros are one
         assert torch.equal(ours.top_groups(each, visible, 512, None), reference.top_groups(each, visible, 512, None))
 
 

@@ -3,6 +3,7 @@ of expert weights is the one the kernel's lanes decode. What they compute is tes
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -23,12 +24,17 @@ SHAPES = [
 
 
 def product(tiling: experts.Tiling, gated: bool) -> jit.Kernel:
-    shape = (48, 72, 40, 0) if gated else (48, 80, 18, 0)
-    weights = experts.Product(torch.empty(shape, device="meta"), torch.empty(48), nan_scales=False)
+    """Of all 384 experts on one device."""
+    shape = (384, 72, 40, 0) if gated else (384, 80, 18, 0)
+    weights = experts.Product(torch.empty(shape, device="meta"), torch.empty(384), nan_scales=False)
     return weights.kernel(tiling, 6, gated, 2304 if gated else 5120)[0]
 
 
-SHAPES += [("experts, few tokens", product(experts.FEW, True)), ("experts, many tokens", product(experts.MANY, False))]
+SHAPES += [
+    ("experts, few tokens", product(experts.FEW, True)),
+    ("experts, many tokens", product(experts.MANY, True)),
+    ("experts, down", product(experts.MANY, False)),
+]
 
 
 @pytest.mark.parametrize("kernel", [kernel for _, kernel in SHAPES], ids=[name for name, _ in SHAPES])
@@ -40,6 +46,10 @@ def test_compiles_for_hopper(kernel):
         int(line.split("bytes spill stores")[0].split(",")[-1]) for line in report.splitlines() if "spill" in line
     ]
     assert spilled and max(spilled) <= 16, report
+    static = [int(found) for found in re.findall(r"(\d+) bytes smem", report)]
+    macros = dict(kernel.source.defines)
+    dynamic = macros["STAGES"] * (macros["WARPGROUPS"] * 4352 + macros["NMAX"] * 256) if "STAGES" in macros else 0
+    assert max(static) + dynamic <= 227 << 10, "what a block of Hopper has"
 
 
 def test_a_kernel_that_does_not_compile_is_named():
@@ -58,9 +68,20 @@ def test_the_cache_is_used(cache, monkeypatch):
     source = SHAPES[3][1].source
     assert not jit.cached(source)
     code = jit.cubin(source)
-    assert [path.read_bytes() for path in cache.iterdir()] == [code] and jit.cached(source)
+    assert jit.cached(source) and len(list(cache.iterdir())) == 1
     monkeypatch.setattr(jit, "compile_source", None)
     assert jit.cubin(source) == code
+
+
+@pytest.mark.parametrize("keep", [0, 20, 1000, -1])
+def test_a_cached_kernel_that_is_not_whole_is_compiled_again(cache, keep):
+    """After a power cut, or a copy that broke off."""
+    source = SHAPES[3][1].source
+    code = jit.cubin(source)
+    (path,) = cache.iterdir()
+    path.write_bytes(path.read_bytes()[:keep])
+    assert not jit.cached(source)
+    assert jit.cubin(source) == code and jit.cached(source) and list(cache.iterdir()) == [path]
 
 
 def test_another_specialisation_is_another_entry(cache):
@@ -120,6 +141,18 @@ def test_packed_weights_are_the_weights(rows, channels):
         got, want = unpack(packed, expert), formats.mxfp4_dequant(codes[expert], scales[expert])[order].double()
         torch.testing.assert_close(got[:rows, :channels], want, rtol=0, atol=0, equal_nan=True)
         assert not got[rows:].any() and not got[:, channels:].any(), "padding is zero"
+
+
+def test_scales_that_one_factor_cannot_hold_are_refused():
+    codes = torch.full((2, 64, 64), 0x11, dtype=torch.uint8)
+    scales = torch.full((2, 64, 4), 120, dtype=torch.uint8)
+    scales[1, 3, 2], scales[1, 4, 0] = 250, 100
+    with pytest.raises(ValueError, match=r"scales of experts \[1\] span more than 2\^126"):
+        experts.pack(codes, scales.view(torch.float8_e8m0fnu), torch.arange(64))
+    codes[1, 3, 32:48] = 0x80  # a block of zeros: its scale, however wild, is nobody's
+    packed = experts.pack(codes, scales.view(torch.float8_e8m0fnu), torch.arange(64))
+    want = formats.mxfp4_dequant(codes[1], scales[1]).double()
+    torch.testing.assert_close(unpack(packed, 1)[:64, :128], want, rtol=0, atol=0)
 
 
 def test_gate_and_up_rows_alternate_in_eights():

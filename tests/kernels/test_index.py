@@ -168,3 +168,16 @@ def test_scores_beyond_every_other_are_ordered(ops):
         (6, [0, 1, 2, 3, 4, 5]),
     ):
         assert ops.top_groups(scores, torch.tensor([6]), k, None).tolist() == [want]
+
+
+def test_the_last_block_stays_beside_infinite_scores(ops):
+    scores = torch.full((1, 12), torch.inf)
+    scores[0, 11] = 0.0
+    kept = ops.candidate_blocks(scores, torch.tensor([12]), 4, 2)
+    assert kept[0].tolist() == [True] * 4 + [False] * 4 + [True] * 4
+    assert ops.candidate_blocks(scores, torch.tensor([99]), 4, 2)[0, 8:].all(), "more reachable than there are"
+
+
+def test_both_zeros_tie(ops):
+    scores = torch.tensor([[-0.0, 0.0, -0.0]])
+    assert ops.top_groups(scores, torch.tensor([3]), 1, None).tolist() == [[0]]

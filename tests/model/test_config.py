@@ -74,7 +74,7 @@ def test_wrong_field_is_named(changes, named):
         V41Config.from_dict(edited(**changes))
 
 
-@pytest.mark.parametrize("wrong", ["3", [1.5], {}, True], ids=repr)
+@pytest.mark.parametrize("wrong", ["3", [1.5], {}, True, 10**400, float("nan")], ids=lambda wrong: repr(wrong)[:9])
 @pytest.mark.parametrize("key", sorted(RELEASED["text_config"]))
 def test_a_field_of_any_wrong_type_is_refused_or_legal(key, wrong):
     """Never a TypeError from somewhere inside."""

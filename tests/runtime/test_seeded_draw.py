@@ -92,6 +92,21 @@ def test_limits(top_k, top_p, min_p, left):
     assert ranked[0, :left].tolist() == probs[0, order[0, :left]].tolist() and not ranked[0, left:].any()
 
 
+def test_a_top_p_of_one_excludes_nothing():
+    """The probabilities of a large vocabulary may add up to more than 1."""
+    probs = torch.tensor([[0.6, 0.5, 0.01]])
+    ranked, _ = filtered(probs, torch.tensor([1 << 30]), torch.tensor([1.0]), torch.tensor([0.0]))
+    assert (ranked > 0).all()
+
+
+def test_outside_a_server_sglang_draws_as_it_does():
+    """The real question whose model it is, where no server's arguments are known."""
+    assert seeded_sampling._ours() is False
+    called = []
+    seeded_sampling.enable_batch_invariant_mode(lambda: called.append(1))
+    assert called == [1]
+
+
 def test_a_neighbour_with_limits_changes_nothing(monkeypatch):
     """SGLang samples a batch in another way as soon as one of its requests has a limit."""
     monkeypatch.setattr(seeded_sampling, "_ours", lambda: True)
