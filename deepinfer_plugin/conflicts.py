@@ -7,6 +7,7 @@ and do not fire for ours.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -196,14 +197,25 @@ def _address(server_args: Any, view: Any) -> Iterator[str]:
     if not from_command_line(server_args):
         return
     try:
-        flags = socket.AI_PASSIVE
-        for family, *_, address in socket.getaddrinfo(
-            view.host or None, view.port, type=socket.SOCK_STREAM, flags=flags
-        ):
-            socket.create_server(address, family=family).close()
+        if not 0 <= view.port <= 65535:  # resolving would take it modulo 65536
+            raise OverflowError("a port is 0 to 65535")
+        found = socket.getaddrinfo(view.host or None, view.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        failed = [error for family, *_, address in found if (error := _cannot_listen(family, address))]
+        # Of a name's addresses this machine may lack some, an IPv6 one perhaps.
+        failed.sort(key=lambda error: error.errno == errno.EADDRNOTAVAIL)
+        if failed and (len(failed) == len(found) or failed[0].errno != errno.EADDRNOTAVAIL):
+            raise failed[0]
     except (OSError, OverflowError) as error:
         why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         yield f"--host {view.host} --port {view.port}: cannot listen there ({why}); name another"
+
+
+def _cannot_listen(family: int, address: Any) -> OSError | None:
+    try:
+        socket.create_server(address, family=family).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _ops(settings: Settings, device: str) -> Iterator[str]:
