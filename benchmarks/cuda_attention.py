@@ -10,14 +10,13 @@ error against the reference provider on the same inputs (attention: of the first
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cuda_timing import graph_us, machine
+from cuda_timing import graph_us, relative, sweep
 from torch import Tensor
 
 from deepinfer_plugin.kernels import Ops, select
@@ -25,7 +24,6 @@ from deepinfer_plugin.kernels.cuda import attention, memory
 from deepinfer_plugin.kernels.reference import formats
 from deepinfer_plugin.kernels.reference import memory as reference_memory
 
-BANDWIDTH, BF16_RATE = 4.3e12, 790e12
 ROWS = (1, 16, 64, 128, 256, 512, 8192)
 CHECKED = 32  # rows of attention compared with the reference
 COPIES = 4  # of the arguments, rotated
@@ -217,38 +215,18 @@ def error(op: str, call: Call, reference: Ops) -> float:
     got = got[: want.shape[0]]
     if not want.is_floating_point():
         return (got != want).double().mean().item()
-    return ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-300)).item()
+    return relative(got, want)
 
 
-def measure(op: str, rows: int, name: str, call: Call, reference: Ops) -> str:
+def measure(op: str, rows: int, named: tuple[str, Call]) -> tuple[str, float, float, float, float]:
+    name, call = named
     run = getattr(memory, op, None) or getattr(attention, op)
-    off = error(op, call, reference)
+    off = error(op, call, select("cuda", "reference"))
     # Page pools are large and shared: only the rest is rotated.
     pools = {key: value for key, value in call.args.items() if key in ("latent", "latent_scale")}
     variants = [({**copy({k: v for k, v in call.args.items() if k not in pools}), **pools},) for _ in range(COPIES)]
-    us = graph_us(lambda args: run(**args), variants)
-    floor = max(call.bytes / BANDWIDTH, call.flops / BF16_RATE) * 1e6
-    rate = call.bytes / us * 1e-3
-    return f"{op:18} {name:10} {rows:5} {us:9.2f} {rate:8.1f} {floor:9.2f} {us / floor:8.2f} {off:9.1e}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(BENCHMARKS), help=f"ops, of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    reference = select("cuda", "reference")
-    print(machine())
-    print(f"{'op':18} {'':10} {'rows':>5} {'us':>9} {'GB/s':>8} {'floor':>9} {'x floor':>8} {'error':>9}")
-    for op in args.only.split(","):
-        for rows in map(int, args.rows.split(",")):
-            for name, call in BENCHMARKS[op](rows):
-                print(measure(op, rows, name, call, reference), flush=True)
-                del call
-                torch.cuda.empty_cache()
-    return 0
+    return name, graph_us(lambda args: run(**args), variants), call.bytes, call.flops, off
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(sweep(__doc__, BENCHMARKS, ROWS, measure))

@@ -9,20 +9,18 @@ and the error against the reference provider on the first rows.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cuda_timing import graph_us, machine
+from cuda_timing import graph_us, relative, sweep
 from torch import Tensor
 
-from deepinfer_plugin.kernels import OP_NAMES, Ops, cuda, select
+from deepinfer_plugin.kernels import Ops, select
 from deepinfer_plugin.kernels.reference import formats
 
-BANDWIDTH, BF16_RATE = 4.3e12, 790e12
 ROWS = (1, 16, 64, 128, 256, 512, 8192)
 CHECKED = 64  # rows compared with the reference
 VARIANT_BYTES = 1 << 30  # of all copies of the arguments together
@@ -254,15 +252,13 @@ def error(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     """Largest relative error of the results; of ids, the share that differs."""
     worst = 0.0
     for got, want in zip(actual, expected, strict=True):
-        if want.is_floating_point():
-            difference = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
-        else:
-            difference = (got != want).double().mean()
-        worst = max(worst, difference.item())
+        floats = want.is_floating_point()
+        worst = max(worst, relative(got, want) if floats else (got != want).double().mean().item())
     return worst
 
 
-def measure(ours: Ops, reference: Ops, op: str, rows: int, call: Call) -> str:
+def measure(op: str, rows: int, call: Call) -> tuple[str, float, float, float, float]:
+    ours, reference = select("cuda"), select("cuda", "reference")
     first = prepared(ours, call.args)
     got = results(ours, op, first)
     moved = call.bytes if call.bytes is not None else size(tuple(call.args.values())) + size(got)
@@ -271,30 +267,8 @@ def measure(ours: Ops, reference: Ops, op: str, rows: int, call: Call) -> str:
     copies = max(1, min(8, VARIANT_BYTES // max(1, size(tuple(call.args.values())))))
     variants = [first] + [prepared(ours, {k: copy(v) for k, v in call.args.items()}) for _ in range(copies - 1)]
     us = graph_us(lambda args: getattr(ours, op)(**args), [(args,) for args in variants])
-    floor = max(moved / BANDWIDTH, call.flops / BF16_RATE) * 1e6
-    rate = moved / us * 1e-3
-    return f"{op:14} {call.shape:26} {rows:5} {us:9.2f} {rate:8.1f} {floor:9.2f} {us / floor:8.2f} {off:9.1e}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(BENCHMARKS), help=f"ops, of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    reference = select("cuda", "reference")
-    served = cuda.ops(torch.device("cuda"))
-    ours = select("cuda", "auto", {op: "reference" for op in OP_NAMES if op not in served})
-    print(machine())
-    print(f"{'op':14} {'shape':26} {'rows':>5} {'us':>9} {'GB/s':>8} {'floor':>9} {'x floor':>8} {'error':>9}")
-    for op in args.only.split(","):
-        for rows in map(int, args.rows.split(",")):
-            for call in BENCHMARKS[op](rows):
-                print(measure(ours, reference, op, rows, call), flush=True)
-                del call
-                torch.cuda.empty_cache()
-    return 0
+    return call.shape, us, moved, call.flops, off
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(sweep(__doc__, BENCHMARKS, ROWS, measure))

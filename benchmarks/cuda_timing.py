@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+BANDWIDTH, BF16_RATE = 4.3e12, 790e12  # bytes and bf16 operations a second, measured on an H200
+
+
+def floor_us(bytes_: float, flops: float) -> float:
+    """Microseconds that the larger of the bytes to move and the operations to do take at least."""
+    return max(bytes_ / BANDWIDTH, flops / BF16_RATE) * 1e6
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected, where that is finite."""
+    seen = expected.isfinite()
+    got, want = actual[seen].double(), expected[seen].double()
+    return ((got - want).norm() / want.norm().clamp(min=1e-300)).item()
+
+
+def sweep(
+    doc: str | None,
+    benchmarks: Mapping[str, Callable[[int], Iterable[Any]]],
+    row_counts: Sequence[int],
+    measure: Callable[[str, int, Any], tuple[str, float, float, float, float]],
+) -> int:
+    """The command of a script with one benchmark per op, row count -> calls: a line for each call.
+
+    measure: (op, rows, call) -> (shape, microseconds, bytes, operations, error).
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(benchmarks), help=f"ops, of {', '.join(benchmarks)}")
+    parser.add_argument("--rows", default=",".join(map(str, row_counts)))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(machine())
+    print(f"{'op':18} {'shape':26} {'rows':>5} {'us':>9} {'GB/s':>8} {'floor':>9} {'x floor':>8} {'error':>9}")
+    for op in args.only.split(","):
+        for rows in map(int, args.rows.split(",")):
+            for call in benchmarks[op](rows):
+                shape, us, bytes_, flops, error = measure(op, rows, call)
+                rate, floor = bytes_ / us * 1e-3, floor_us(bytes_, flops)
+                line = f"{op:18} {shape:26} {rows:5} {us:9.2f} {rate:8.1f} {floor:9.2f} {us / floor:8.2f} {error:9.1e}"
+                print(line, flush=True)
+                del call
+                torch.cuda.empty_cache()
+    return 0
 
 
 def graph_us(fn: Callable[..., Any], variants: Sequence[Any] = ((),), calls: int = 8, replays: int = 20) -> float:

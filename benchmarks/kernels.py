@@ -19,18 +19,17 @@ from typing import Any
 
 import stock_kernels
 import torch
-from cuda_timing import graph_us, machine
+from cuda_timing import floor_us, graph_us, machine, relative
 from torch import Tensor
 
-from deepinfer_plugin.kernels import OP_NAMES, Ops, select
+from deepinfer_plugin.kernels import Ops, select
 
-BANDWIDTH, BF16_RATE = 4.3e12, 790e12
 PAGE = 128  # tokens of a page
 TOPK = 512
 
 
 def record(op: str, shape: str, library: str, us: float, bytes_: float, flops: float, error: float | None) -> dict:
-    floor = max(bytes_ / BANDWIDTH, flops / BF16_RATE) * 1e6
+    floor = floor_us(bytes_, flops)
     return {
         "op": op,
         "shape": shape,
@@ -40,12 +39,6 @@ def record(op: str, shape: str, library: str, us: float, bytes_: float, flops: f
         "over_floor": round(us / floor, 2),
         "error": error,
     }
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    seen = expected.isfinite()
-    got, want = actual[seen].double(), expected[seen].double()
-    return ((got - want).norm() / want.norm()).item()
 
 
 def indexer(cuda: Ops, reference: Ops) -> Iterator[dict]:
@@ -156,8 +149,7 @@ def main() -> int:
         parser.error(f"--only: no section {', '.join(sorted(unknown))}; legal: {', '.join(SECTIONS)}")
     torch.manual_seed(0)
     reference = select("cuda", "reference")
-    known = select("cuda", "reference", {}).choices
-    cuda = select("cuda", "auto", {op: "reference" for op in OP_NAMES if op not in _served()} if known else None)
+    cuda = select("cuda")
     print("\n".join(HEAD))
     records: list[dict[str, Any]] = []
     for name in args.only.split(","):
@@ -167,12 +159,6 @@ def main() -> int:
     if args.json:
         Path(args.json).write_text(json.dumps({"where": machine(), "records": records}, indent=1) + "\n")
     return 0
-
-
-def _served() -> set[str]:
-    from deepinfer_plugin.kernels import cuda
-
-    return set(cuda.ops(torch.device("cuda")))
 
 
 if __name__ == "__main__":

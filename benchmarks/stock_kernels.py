@@ -9,15 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from cuda_timing import relative
 from torch import Tensor
 
 from deepinfer_plugin.kernels.reference import formats
 
 Made = tuple[Callable[[], Any], float | None]
-
-
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def index_decode(
@@ -38,7 +35,7 @@ def index_decode(
     keys = formats.index_dequant(key[table[0]], scale[table[0]]).flatten(0, 1)
     expected = (torch.einsum("hd,nd->hn", query[0].float(), keys).relu() * weight[0].float()[:, None]).sum(0)
     reach = int(visible[0])
-    return call, _relative(call()[0, :reach], expected[:reach])
+    return call, relative(call()[0, :reach], expected[:reach])
 
 
 def index_prefill(
@@ -101,7 +98,7 @@ def experts_flashinfer(fp8: bool) -> Callable[..., Made]:
             with autotune(True):
                 call()
         part = slice(0, min(x.shape[0], 64))
-        return call, _relative(call()[part], _float32_experts(x[part], weights[part], ids[part], raw))
+        return call, relative(call()[part], _float32_experts(x[part], weights[part], ids[part], raw))
 
     return make
 

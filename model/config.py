@@ -56,19 +56,20 @@ def _require(condition: bool, field: str, value: Any, legal: str) -> None:
         raise ConfigError(f"config.json: {field}={value!r} is not supported; legal: {legal}")
 
 
+def _integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < sys.float_info.max
 
 
 def _check_kinds(text: Mapping[str, Any]) -> None:
-    def integer(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
-
     def integers(value: Any) -> bool:
-        return isinstance(value, list) and all(map(integer, value))
+        return isinstance(value, list) and all(map(_integer, value))
 
     for keys, right, legal in (
-        (INTEGERS, integer, "an integer"),
+        (INTEGERS, _integer, "an integer"),
         (NUMBERS, _number, "a number"),
         (INTEGER_LISTS, integers, "a list of integers"),
         (("rope_scaling",), lambda value: isinstance(value, Mapping), "an object"),
@@ -238,7 +239,7 @@ class V41Config:
             value = text.get(key)
             if value is None:
                 raise ConfigError(f"config.json: required field {key!r} is missing")
-            if kind is int and (isinstance(value, bool) or not isinstance(value, int)):
+            if kind is int and not _integer(value):
                 raise ConfigError(f"config.json: {key}={value!r} is not supported; legal: an integer")
             if kind is float and not _number(value):
                 raise ConfigError(f"config.json: {key}={value!r} is not supported; legal: a number")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 CAPABILITY = (9, 0)
+MULTIPROCESSORS = 132  # of an H100 and an H200: how work is split may not depend on the GPU at hand, or bits would
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import jit
+from . import MULTIPROCESSORS, jit
 
 MAX_COLUMNS = 256  # of a wgmma instruction: heads times rows that share a tile
 MOST_QUERY = 20480  # channels of all heads of a row: four rows fit into shared memory
-MULTIPROCESSORS = 132
 MOST_ROWS = 65535  # the second axis of a grid
 BLOCKS_PER_MULTIPROCESSOR = 6  # two waves of the three that fit: what an uneven end costs is halved
 

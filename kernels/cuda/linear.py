@@ -30,10 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import MULTIPROCESSORS
 from .formats import INTERPRET, e4m3_value, fp8_round_trip, narrow, to_bfloat16, widen
 
 BLOCK = 32  # channels and outputs per scale
-MULTIPROCESSORS = 132
 ENOUGH_PROGRAMS = 96  # of a large tile, before a smaller one is tried
 SHORTEST_SPLIT = 512
 MANY_ROWS = 1024  # from here on FP8 weights are expanded first

@@ -65,9 +65,8 @@ struct Row {
                 out[j] = (allowed >> 8 * j & 255) ? ordered(((const S*)raw)[j]) : NO_CANDIDATE;
             return;
         }
-        #pragma unroll
-        for (int j = 0; j < RUN; j++) out[j] = group_key(first + j);
-#else
+#endif
+#if !BLOCK
         #pragma unroll
         for (int j = 0; j < RUN; j++) out[j] = group_key(first + j);
 #endif

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_plugin.kernels import OP_NAMES, Ops, providers, select
+from deepinfer_plugin.kernels import Ops, providers, select
 
 DEVICES = [torch.device(name) for name in ("cpu", *["cuda"] * torch.cuda.is_available())]
 PROVIDERS = [
@@ -61,10 +61,8 @@ def _bytes(x: Tensor) -> Tensor:
 @pytest.fixture(scope="session", params=PROVIDERS)
 def ops(request: pytest.FixtureRequest) -> Ops | OnDevice:
     device, provider = request.param
-    if device.type == "cpu":
-        return select(device, provider.name)
-    gaps = {op: "reference" for op in OP_NAMES if op not in provider.ops(device)}
-    return OnDevice(select(device, provider.name, gaps))
+    table = select(device, provider.name)
+    return table if device.type == "cpu" else OnDevice(table)
 
 
 @pytest.fixture(scope="session")
