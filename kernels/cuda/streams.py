@@ -94,10 +94,16 @@ def _mix_parts(
     tl.store(out, total, mask=(row < rows)[:, None])
 
 
+@triton.constexpr_function
+def power_of_2(n):
+    """The next one. Not Triton's own: in a server SGLang has put a function in its place that kernels cannot call."""
+    return 1 << (n - 1).bit_length()
+
+
 @triton.jit
 def _gather(parts, at, mask, rows, GROUPS: tl.constexpr, LOOPS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum over groups of the sum over splits of the mixes ``at`` [1, ...] of a part."""
-    group = tl.arange(0, triton.next_power_of_2(GROUPS))
+    group = tl.arange(0, power_of_2(GROUPS))
     if len(at.shape) == 2:
         group = group[:, None]
     elif len(at.shape) == 3:

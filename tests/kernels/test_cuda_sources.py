@@ -3,14 +3,17 @@ of expert weights is the one the kernel's lanes decode. What they compute is tes
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from deepinfer_plugin.kernels import cuda as provider
 from deepinfer_plugin.kernels import providers
 from deepinfer_plugin.kernels.cuda import experts, index, jit
 from deepinfer_plugin.kernels.reference import formats
@@ -177,6 +180,22 @@ def test_gate_and_up_rows_alternate_in_eights():
 def test_a_cpu_is_refused_with_the_reason():
     (cuda,) = (provider for provider in providers() if provider.name == "cuda")
     assert cuda.unavailable(torch.device("cpu")) == "it needs an NVIDIA GPU"
+
+
+@pytest.mark.parametrize("file", sorted(Path(provider.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_triton_kernels_call_nothing_of_the_triton_module(file):
+    """SGLang puts functions of its own there (``triton.next_power_of_2``), which a kernel cannot call."""
+    for function in ast.walk(ast.parse(file.read_text())):
+        if isinstance(function, ast.FunctionDef) and any(
+            "triton.jit" in ast.unparse(d) for d in function.decorator_list
+        ):
+            used = {
+                ast.unparse(node)
+                for part in function.body
+                for node in ast.walk(part)
+                if isinstance(node, ast.Attribute)
+            }
+            assert not [name for name in used if name.startswith("triton.")], function.name
 
 
 def test_importing_the_kernels_imports_no_compiler():
