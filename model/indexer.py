@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from deepinfer_plugin.kernels import Ops
@@ -10,6 +11,8 @@ from .config import V41Config
 from .layers import Dense, Linear, RMSNorm
 from .profiles import Profile
 from .step import Step
+
+SCORE_BYTES = 1 << 30  # scores of one launch
 
 
 class Indexer(nn.Module):
@@ -47,9 +50,29 @@ class Indexer(nn.Module):
         query = self.ops.rope(query, rows.positions, inv_freq)
         weight = self.weights_proj(x) * self.scale
         visible = step.visible(self.ratio)
-        scores = self.ops.index_scores(
-            query, weight, pages.key, pages.key_scale, rows.page_table, rows.requests, visible, self.low_precision
-        )
+        # Scores are as wide as the page tables: many rows of a long context take turns.
+        row_bytes = rows.page_table.shape[1] * pages.key.shape[1] * query.element_size()
+        most = max(1, SCORE_BYTES // max(1, row_bytes))
+        selected, candidates = [], []
+        for first in range(0, max(1, rows.count), most):
+            part = slice(first, first + most)
+            scores = self.ops.index_scores(
+                query[part],
+                weight[part],
+                pages.key,
+                pages.key_scale,
+                rows.page_table,
+                rows.requests[part],
+                visible[part],
+                self.low_precision,
+            )
+            allowed = None
+            if self.makes_candidates:
+                candidates.append(self.ops.candidate_blocks(scores, visible[part], self.block_size, self.blocks))
+            elif self.uses_candidates:
+                assert step.candidates is not None
+                allowed = step.candidates[part]
+            selected.append(self.ops.top_groups(scores, visible[part], self.topk, allowed))
         if self.makes_candidates:
-            step.candidates = self.ops.candidate_blocks(scores, visible, self.block_size, self.blocks)
-        return self.ops.top_groups(scores, visible, self.topk, step.candidates if self.uses_candidates else None)
+            step.candidates = torch.cat(candidates) if len(candidates) > 1 else candidates[0]
+        return torch.cat(selected) if len(selected) > 1 else selected[0]

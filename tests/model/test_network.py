@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepinfer_plugin.model import V41
+from deepinfer_plugin.model import V41, indexer
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.rows import Rows
 
@@ -162,6 +162,17 @@ def test_long_fork_reads_but_never_writes_the_prefix(tiny):
     layer = model.network.layers[model.config.engram.layers[0]].engram
     replayed = layer.rows(model.network.classes(rows), seen.step(rows))
     assert torch.equal(replayed, model.engram_rows(torch.cat([ids[:512], tail]))[512 - 128 :, 0])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_scores_in_parts_do_not_change_a_bit(v41, monkeypatch, rows):
+    """The index of many rows over a long context runs in parts: here of one row, whatever fits, or seven rows."""
+    ids = prompt(v41.config, 300)
+    whole = v41.session(300).extend(ids)
+    layout = v41.page_layout
+    widest = max(source.groups for source in layout.sources) * -(-300 // layout.page_size) * 2
+    monkeypatch.setattr(indexer, "SCORE_BYTES", rows * widest)
+    assert torch.equal(whole, v41.session(300).extend(ids))
 
 
 def test_drafts_do_not_depend_on_chunking(v41):
