@@ -74,7 +74,7 @@ def _memory(gibibytes: str) -> int:
 def run(args: argparse.Namespace) -> int:
     from ..model.checkpoint import Checkpoint
     from ..model.config import V41Config
-    from ..runtime.memory_plan import plan
+    from ..runtime.memory_plan import INPUT_BYTES, plan
     from ..settings import Settings
 
     on_cpu, memory = (False, args.memory) if args.memory is not None else _this_machine()
@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
             weight_bytes=weight_bytes,
             budget_bytes=memory,
             max_tokens=tokens,
+            token_extra=0 if on_cpu else INPUT_BYTES,
         )
     except (ValueError, OSError) as error:
         print(f"deepinfer plan: {error}", file=sys.stderr)
@@ -117,11 +118,13 @@ def _text(sizes: MemoryPlan, memory: int, longest: int, config: V41Config) -> st
 
     requests, pages = sizes.running_requests, sizes.tokens // sizes.page_size
     fits = "fits" if longest == config.max_position else f"does not fit; requests of up to {longest} tokens are served"
+    inputs = f"inputs  {gib(sizes.input_bytes):>12}  {sizes.token_extra} bytes a token of the pages"
     lines = [
         f"weights {gib(sizes.weight_bytes):>12}",
         f"state   {gib(sizes.state_bytes):>12}  {sizes.slot_bytes} bytes x ({requests} requests + {JUNK_SLOTS} slot "
         "for padding)",
         f"pages   {gib(sizes.pool_bytes):>12}  {sizes.page_bytes} bytes x ({pages} pages + {JUNK_PAGES} for padding)",
+        *([inputs] if sizes.token_extra else []),
         f"total   {gib(sizes.total_bytes):>12}  of {gib(memory)}",
         "",
         f"prefix  {sizes.tokens} tokens at {sizes.token_bytes:g} bytes, {sizes.page_size} a page",
@@ -131,7 +134,7 @@ def _text(sizes: MemoryPlan, memory: int, longest: int, config: V41Config) -> st
 
 
 def _json(sizes: MemoryPlan, memory: int, longest: int, config: V41Config) -> str:
-    derived = ("token_bytes", "state_bytes", "pool_bytes", "total_bytes")
+    derived = ("token_bytes", "state_bytes", "pool_bytes", "input_bytes", "total_bytes")
     found = asdict(sizes) | {name: getattr(sizes, name) for name in derived}
     found |= {"memory_bytes": memory, "longest_request": longest, "max_position": config.max_position}
     return json.dumps(found, indent=2)

@@ -14,6 +14,9 @@ from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.memory import PageLayout, StateLayout
 
 JUNK_PAGES = JUNK_SLOTS = 1  # page 0 and slot 0 take what padding rows write
+# SGLang's eager runner keeps its inputs in buffers with a row for every token of the page pool: token ids, positions,
+# locations, three M-RoPE positions. A CPU never touches most of theirs.
+INPUT_BYTES = 6 * 8
 
 
 class CapacityError(ValueError):
@@ -31,6 +34,7 @@ class MemoryPlan:
     running_requests: int
     tokens: int
     weight_bytes: int
+    token_extra: int = 0
 
     @property
     def token_bytes(self) -> float:
@@ -46,8 +50,12 @@ class MemoryPlan:
         return (self.tokens // self.page_size + JUNK_PAGES) * self.page_bytes
 
     @property
+    def input_bytes(self) -> int:
+        return self.tokens * self.token_extra
+
+    @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.state_bytes + self.pool_bytes
+        return self.weight_bytes + self.state_bytes + self.pool_bytes + self.input_bytes
 
     def __str__(self) -> str:
         return (
@@ -76,6 +84,7 @@ def plan(
     weight_bytes: int = 0,
     budget_bytes: int | None = None,
     max_tokens: int | None = None,
+    token_extra: int = 0,
 ) -> MemoryPlan:
     """Share ``budget_bytes`` of one rank between weights, request state and pages.
 
@@ -83,6 +92,7 @@ def plan(
     place.
     budget_bytes: None means memory is not the limit; then ``max_tokens`` must be given.
     max_tokens: a cap on the page pool (``--max-total-tokens``); rounded down to whole pages.
+    token_extra: bytes beside the pages for each of their tokens, INPUT_BYTES on an accelerator.
 
     Raises:
         CapacityError: the cap or the budget is too small to serve one request; names the least legal value.
@@ -103,9 +113,9 @@ def plan(
         if max_tokens is None:
             raise ValueError("plan needs budget_bytes, max_tokens or both")
         tokens = max_tokens // page_size * page_size
-        return MemoryPlan(page_size, page_bytes, slot_bytes, running_requests, tokens, weight_bytes)
+        return MemoryPlan(page_size, page_bytes, slot_bytes, running_requests, tokens, weight_bytes, token_extra)
 
-    least_pages = (least // page_size + JUNK_PAGES) * page_bytes
+    least_pages = (least // page_size + JUNK_PAGES) * page_bytes + least * token_extra
     room = budget_bytes - weight_bytes - least_pages
     fitting = room // slot_bytes - JUNK_SLOTS
     if fitting < 1:
@@ -122,7 +132,8 @@ def plan(
             f"the largest legal value is {fitting}"
         )
     state_bytes = (running_requests + JUNK_SLOTS) * slot_bytes
-    tokens = ((budget_bytes - weight_bytes - state_bytes) // page_bytes - JUNK_PAGES) * page_size
+    room = budget_bytes - weight_bytes - state_bytes - JUNK_PAGES * page_bytes
+    tokens = room // (page_bytes + page_size * token_extra) * page_size
     if max_tokens is not None:
         tokens = min(tokens, max_tokens // page_size * page_size)
-    return MemoryPlan(page_size, page_bytes, slot_bytes, running_requests, tokens, weight_bytes)
+    return MemoryPlan(page_size, page_bytes, slot_bytes, running_requests, tokens, weight_bytes, token_extra)

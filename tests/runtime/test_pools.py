@@ -21,14 +21,14 @@ def pool(small):
 
 @pytest.fixture
 def sizer(small, monkeypatch):
-    def make(running=8, dp=1, context=512, max_tokens=None, **disagg):
+    def make(running=8, dp=1, context=512, max_tokens=None, device="cpu", **disagg):
         schedule = SimpleNamespace(max_running_requests=running, max_total_tokens=max_tokens)
         monkeypatch.setattr(pools, "get_schedule", lambda: schedule)
         values = {"disaggregation_mode": "null", "disaggregation_decode_extra_slots": None, **disagg}
         monkeypatch.setattr(pools, "get_disagg", lambda: SimpleNamespace(**values))
         model = SimpleNamespace(network=SimpleNamespace(config=small))
         model_config = SimpleNamespace(context_len=context)
-        return pools.PoolSizer(SimpleNamespace(model=model, model_config=model_config, attn_dp_size=dp))
+        return pools.PoolSizer(SimpleNamespace(model=model, model_config=model_config, attn_dp_size=dp, device=device))
 
     return make
 
