@@ -141,8 +141,8 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
         "context_length": context_length(config, page_size, tokens),
         "reasoning_parser": "auto",  # detected from the checkpoint, but only when asked for
         "tool_call_parser": "auto",
-        # SGLang's prefill graphs replay attention layers of its own kind; decode graphs wait for kernels that can be
-        # captured.
+        # SGLang's graphs replay attention layers of its own kind, and know requests where ours know rows
+        # (runtime/graphs.py).
         "cuda_graph_backend_prefill": "disabled",
         "cuda_graph_backend_decode": "disabled",
     }

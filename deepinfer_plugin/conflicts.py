@@ -102,7 +102,9 @@ REFUSED = {
     "model_config_parser": "the config must be read by our own parser",
     "json_model_override_args": "the network is built from config.json as released; change the file",
     "cuda_graph_backend_prefill": "prefill is not captured",
-    "cuda_graph_backend_decode": "decode is not captured yet",
+    "cuda_graph_backend_decode": "decode runs our own graphs, or none",
+    "cuda_graph_bs_decode": "graphs are captured by rows, for as many requests as may run",
+    "cuda_graph_max_bs_decode": "graphs are captured by rows, for as many requests as may run",
 }
 ALSO_LEGAL = {
     "dtype": ("bfloat16",),
@@ -276,7 +278,7 @@ def _memory(device: str, fraction: float | None) -> int:
 def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, device: str) -> Iterator[str]:
     """Numbers that must fit each other, with the legal value next to each that does not."""
     from .arguments import PAGE_SIZE, cpu_tokens, default_running, tokens_for_context
-    from .runtime.memory_plan import CapacityError, plan
+    from .runtime.memory_plan import INPUT_BYTES, CapacityError, plan
 
     page_size = PAGE_SIZE if view.page_size is None else view.page_size
     if page_size not in PAGE_SIZES:
@@ -319,6 +321,7 @@ def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, 
             weight_bytes=weight_bytes,
             budget_bytes=_memory(device, fraction),
             max_tokens=tokens,
+            token_extra=0 if device == "cpu" else INPUT_BYTES,
         )
     except CapacityError as error:
         yield str(error) if fraction is None else f"--mem-fraction-static {fraction}: {error}"

@@ -15,6 +15,7 @@ from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.checkpoint import INDEX
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.runtime import threads
+from deepinfer_plugin.runtime.graphs import EagerStep
 from deepinfer_plugin.speculative import profile_step
 from deepinfer_plugin.speculative.step_cost import Curve, CurveCache
 
@@ -37,7 +38,7 @@ def model(tiny):
 
 @pytest.fixture
 def cache(model):
-    return CurveCache(profile_step.cache_directory(), profile_step.key(model.network, model.device))
+    return CurveCache(profile_step.cache_directory(), profile_step.key(model.network, ()))
 
 
 def without_drafts(tiny, path):
@@ -82,7 +83,7 @@ def test_the_next_server_starts_with_it(profile, tiny, model, cache, monkeypatch
     assert profile(tiny)[0] == 0
     monkeypatch.setattr(profile_step, "measure", lambda *args, **kwargs: pytest.fail("measured again"))
     pages, state = PagePool.allocate(model.page_layout, 1), StatePool(model.state_layout, 1)
-    curve = profile_step.step_curve(model.network, pages, state, 6, profile_step.cache_directory())
+    curve = profile_step.step_curve(EagerStep(model.network, pages, state), 6, profile_step.cache_directory())
     assert curve.rows == (1, 6) and max(curve.seconds) < 5
 
 

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..conflicts import DEVICES
 
 if TYPE_CHECKING:
-    from ..model.memory import PagePool, StatePool
-    from ..model.network import Network
     from ..model.v41 import V41
+    from ..runtime.graphs import EagerDraft
     from ..speculative.step_cost import Curve
 
 
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..model.memory import PagePool, StatePool
+    from ..runtime import graphs
     from ..speculative.profile_step import cache_directory, key, measure_step, usual_rows
     from ..speculative.step_cost import CurveCache
 
@@ -63,10 +64,20 @@ def run(args: argparse.Namespace) -> int:
     # The junk page and the junk slot, in which every row runs.
     pages, state = PagePool.allocate(model.page_layout, 1, model.device), StatePool(model.state_layout, 1, model.device)
     with torch.no_grad():
-        curve = measure_step(network, pages, state, args.rows or usual_rows(model.device, sys.maxsize))
-        drafting = _drafting_curve(network, pages, state, curve) if block else None
+        if model.device.type == "cpu":
+            step, drafter = graphs.EagerStep(network, pages, state), graphs.EagerDraft(network.dspark, pages, state)
+            curve = measure_step(step, args.rows or usual_rows(model.device, sys.maxsize))
+        else:  # as a server with default flags captures them
+            rows = args.rows or graphs.row_counts(arguments.RUNNING_REQUESTS * (block + 1))
+            requests = graphs.row_counts(max(1, rows[-1] // (block + 1)))
+            widths = graphs.table_widths(graphs.NARROWEST * graphs.WIDER, model.page_layout.page_size)
+            captures = graphs.Graphs()
+            step = graphs.StepGraphs(captures, network, pages, state, rows, widths)
+            drafter = graphs.DraftGraphs(captures, network.dspark, pages, state, requests) if block else None
+            curve = measure_step(step, rows)
+        drafting = _drafting_curve(drafter, curve) if block else None
 
-    cache = CurveCache(cache_directory(), key(network, model.device))
+    cache = CurveCache(cache_directory(), key(network, step.rows))
     print(f"{args.dir} on {cache.key['device']}\n\n{curve.table()}\n\n{curve.plot()}\n")
     if drafting is None:
         print("no draft head: servers schedule nothing and need no curve")
@@ -112,7 +123,7 @@ def _load(path: Path, device: str) -> V41:
     return model
 
 
-def _drafting_curve(network: Network, pages: PagePool, state: StatePool, curve: Curve) -> Curve:
+def _drafting_curve(drafter: EagerDraft, curve: Curve) -> Curve:
     """Seconds of drafting a block for so many requests, which are the ``rows`` of the result: up to as many as can
     verify whole blocks in the largest step of ``curve``."""
     import torch
@@ -120,15 +131,14 @@ def _drafting_curve(network: Network, pages: PagePool, state: StatePool, curve: 
     from ..speculative.profile_step import timed
     from ..speculative.step_cost import measure
 
-    config, device, dspark = network.config, network.norm.weight.device, network.dspark
-    assert dspark is not None
+    config, device = drafter.dspark.config, drafter.state.rings.device
     generator = torch.Generator().manual_seed(0)
 
     def run(requests: int) -> float:
         anchors = torch.randint(config.vocab_size, (requests,), generator=generator).to(device)
         positions = torch.full((requests,), config.window, device=device)
         slots = torch.zeros(requests, dtype=torch.int64, device=device)
-        return timed(lambda: dspark.draft(anchors, positions, slots, state, pages), device)
+        return timed(lambda: drafter(anchors, positions, slots), device)
 
     most = max(1, curve.rows[-1] // (config.draft_block + 1))
     return measure(run, [rows for rows in curve.rows if rows < most] + [most], padded=False)

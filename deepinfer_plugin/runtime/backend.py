@@ -15,8 +15,9 @@ from sglang.srt.runtime_context import get_exec
 from torch import Tensor
 
 from deepinfer_plugin.model.rows import Rows
-from deepinfer_plugin.runtime import requests
+from deepinfer_plugin.runtime import graphs, requests
 from deepinfer_plugin.runtime.pools import PagePoolForSGLang
+from deepinfer_plugin.runtime.transfer import to_device
 
 
 class DeepInferBackend(AttentionBackend):
@@ -32,6 +33,11 @@ class DeepInferBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.network = runner.model.network
         self.folds_encoder_swa_replay = get_exec().features.enable_encoder_swa_bounded_replay
+        pool = self.token_to_kv_pool
+        self.graphs = graphs.Graphs() if graphs.wanted(runner) else None
+        self.step = graphs.EagerStep(self.network, pool.pages, pool.state)
+        if self.graphs is not None:
+            self.step = self._capture(self.graphs, runner.spec_algorithm.is_speculative())
 
     # ---- SGLang's contract -----------------------------------------------------------------------------------------
 
@@ -49,6 +55,18 @@ class DeepInferBackend(AttentionBackend):
         return 1
 
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
+    def _capture(self, captures: graphs.Graphs, speculative: bool) -> graphs.StepGraphs:
+        """Graphs for every decode step, or every verification, of as many requests as may run at a time."""
+        slots, longest = self.req_to_token_pool.req_to_token.shape
+        each = 1 + self.network.config.draft_block if speculative else 1
+        pool, rows = self.token_to_kv_pool, graphs.row_counts((slots - 1) * each)
+        widths = graphs.table_widths(longest, pool.page_size)
+        return graphs.logged(
+            f"steps with page tables of {widths}",
+            rows,
+            lambda: graphs.StepGraphs(captures, self.network, pool.pages, pool.state, rows, widths),
+        )
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -84,7 +102,7 @@ class DeepInferBackend(AttentionBackend):
             requests=owners,
             cu_rows=cu_rows,
             slots=slots,
-            page_table=self._page_table(slots, ends, self._longest(batch, ends)),
+            page_table=self._page_table(slots, ends, self._longest(batch, ends), count),
             window_floor=floor,
             writes_pages=writes,
         )
@@ -108,20 +126,22 @@ class DeepInferBackend(AttentionBackend):
     def _longest(self, batch: Any, ends: Tensor) -> int:
         """A bound of every request's length on the host, without waiting for the device: its own tables are as wide
         as that."""
-        if batch.forward_mode.is_decode() and batch.seq_lens_cpu is not None:
-            return int(batch.seq_lens_cpu.max())
-        if batch.extend_prefix_lens_cpu is not None and not batch.forward_mode.is_target_verify():
-            return max(map(sum, zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)))
         if ends.device.type == "cpu":
             return int(ends.max())
+        known = requests.longest_of(batch)
+        if known is not None:
+            return min(known, self.req_to_token_pool.req_to_token.shape[1])
+        if batch.extend_prefix_lens_cpu is not None and not batch.forward_mode.is_target_verify():
+            return max(map(sum, zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)))
         return self.req_to_token_pool.req_to_token.shape[1]
 
-    def _page_table(self, slots: Tensor, ends: Tensor, longest: int) -> Tensor:
-        """int64 [B, pages of the longest]; entries past a request's end, where SGLang keeps what older requests
-        left, are page 0."""
-        size = self.token_to_kv_pool.page_size
-        firsts = torch.arange(0, max(longest, 1), size, device=slots.device)
-        table = self.req_to_token_pool.req_to_token[slots.unsqueeze(1), firsts].to(torch.int64) // size
+    def _page_table(self, slots: Tensor, ends: Tensor, longest: int, count: int) -> Tensor:
+        """int64 [B, at least the pages of the longest] for a step of ``count`` rows; entries past a request's end,
+        where SGLang keeps what older requests left, are page 0."""
+        size, last = self.token_to_kv_pool.page_size, self.req_to_token_pool.req_to_token.shape[1] - 1
+        width = self.step.width(count, -(-max(longest, 1) // size))
+        firsts = torch.arange(0, width * size, size, device=slots.device)
+        table = self.req_to_token_pool.req_to_token[slots.unsqueeze(1), firsts.clamp(max=last)].to(torch.int64) // size
         return torch.where(firsts < ends.unsqueeze(1), table, 0)
 
     # ---- requests that begin ---------------------------------------------------------------------------------------
@@ -133,11 +153,11 @@ class DeepInferBackend(AttentionBackend):
         state, device = self.token_to_kv_pool.state, rows.slots.device
         new = [request for request, begins in enumerate(facts.begins) if begins]
         if not self.folds_encoder_swa_replay:
-            state.reset(rows.slots[torch.tensor(new, device=device)])
+            state.reset(rows.slots[to_device(new, device)])
         engram = self.network.config.engram
         middle = [request for request in new if facts.starts[request] > 0]
         if engram is None or not middle:
             return
-        ids = torch.tensor([facts.lookback(request, engram.lookback) for request in middle], device=device)
-        starts = torch.tensor([facts.starts[request] for request in middle], device=device)
-        state.seed_ngrams(rows.slots[torch.tensor(middle, device=device)], starts, self.network.token_class[ids])
+        ids = to_device([facts.lookback(request, engram.lookback) for request in middle], device)
+        starts = to_device([facts.starts[request] for request in middle], device)
+        state.seed_ngrams(rows.slots[to_device(middle, device)], starts, self.network.token_class[ids])

@@ -7,11 +7,12 @@ The facts travel in ``model_specific_states``, a declared field, because the eag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 KEY = "deepinfer"
+LONGEST = "deepinfer_longest"
 REPLAYED_TOKENS = "replayed_tokens"  # its name in a response's meta_info
 
 
@@ -36,7 +37,11 @@ class RequestFacts:
 def attach(forward_batch: Any, batch: Any) -> None:
     """Called by the hook on ``ForwardBatch.init_new`` with the new batch and the ``ScheduleBatch`` it was made
     from."""
-    if not forward_batch.forward_mode.is_extend_without_speculative() or not batch.reqs:
+    if not batch.reqs:
+        return
+    if forward_batch.forward_mode.is_decode():
+        forward_batch.model_specific_states = {LONGEST: longest(batch.reqs, 3)}
+    if not forward_batch.forward_mode.is_extend_without_speculative():
         return
     starts = list(batch.prefix_lens)
     # Under replay the scheduler marks new slots. Without, every request starts from nothing, so position 0 is the
@@ -61,3 +66,17 @@ def of(forward_batch: Any) -> RequestFacts | None:
     """The facts of a batch; None for decode, verify, idle and dummy batches."""
     states = forward_batch.model_specific_states
     return None if states is None else states.get(KEY)
+
+
+def longest_of(forward_batch: Any) -> int | None:
+    """No request of a decode or verification batch is longer; None for other batches, and where it is not known."""
+    if forward_batch.forward_mode.is_target_verify():
+        return getattr(forward_batch.spec_info, "longest", None)
+    states = forward_batch.model_specific_states
+    return None if states is None else states.get(LONGEST)
+
+
+def longest(reqs: Iterable[Any], ahead: int) -> int:
+    """No request is longer. ahead: tokens that the steps in flight and the one being prepared may add to what the host
+    has seen of a request."""
+    return max(len(request.origin_input_ids) + len(request.output_ids) for request in reqs) + ahead

@@ -73,7 +73,7 @@ class DeepInferForCausalLM(nn.Module):
         pool = backend.token_to_kv_pool
         if self.debug:
             check_window(rows, pool.state, self.network.config.window)
-        hidden = self.network(rows, pool.pages, pool.state)
+        hidden = backend.step(rows)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
 

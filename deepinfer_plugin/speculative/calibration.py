@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..runtime.transfer import to_device
+
 LOGIT_LIMIT = 60.0
 FILE = "dspark_calibration.json"  # beside the weights
 
@@ -62,7 +64,8 @@ class Calibration:
 
     def confidences(self, logits: Tensor) -> Tensor:
         """float32 [B, K] -> probabilities float32 [B, K]. NaN stays NaN: ``planner.survival`` counts it."""
-        divisors, biases = torch.tensor([self.temperatures, self.biases], device=logits.device)
+        both = np.array([self.temperatures, self.biases], dtype=np.float32)
+        divisors, biases = to_device(both, logits.device)
         return torch.sigmoid((logits.float() / divisors + biases).clamp(-LOGIT_LIMIT, LOGIT_LIMIT))
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.rows import Rows
+from deepinfer_plugin.runtime.graphs import EagerStep
 
 from .step_cost import Curve, CurveCache, measure, measure_context
 
@@ -31,8 +31,9 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer_plugin"
 
 
-def key(network: Network, device: torch.device) -> dict[str, str]:
-    """Everything the time of a step depends on."""
+def key(network: Network, captured: Sequence[int]) -> dict[str, str]:
+    """Everything the time of a step depends on. captured: numbers of rows that run as graphs."""
+    device = network.norm.weight.device
     config = hashlib.sha256(repr(network.config).encode()).hexdigest()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return {
@@ -40,6 +41,7 @@ def key(network: Network, device: torch.device) -> dict[str, str]:
         "device": name,
         "ops": json.dumps(network.ops.choices, sort_keys=True),
         "profile": network.profile.name,
+        "captured": json.dumps(captured),
         "version": metadata.version("deepinfer_plugin"),
     }
 
@@ -51,15 +53,15 @@ def usual_rows(device: torch.device, most: int) -> tuple[int, ...]:
     return (*(rows for rows in usual if rows < most), most)
 
 
-def step_curve(network: Network, pages: PagePool, state: StatePool, most: int, directory: Path) -> Curve:
+def step_curve(step: EagerStep, most: int, directory: Path) -> Curve:
     """The curve for steps of up to ``most`` rows, from ``directory`` or measured and kept there."""
-    device = network.norm.weight.device
-    cache = CurveCache(directory, key(network, device))
-    known, rows = cache.load(), usual_rows(device, most)
+    device = step.network.norm.weight.device
+    cache = CurveCache(directory, key(step.network, step.rows))
+    known, rows = cache.load(), step.rows or usual_rows(device, most)
     if known is not None and known.rows[-1] >= rows[-1]:
         logger.info("step cost, measured before (%s):\n%s", cache.path, known.table())
         return known
-    curve = measure_step(network, pages, state, rows)
+    curve = measure_step(step, rows)
     logger.info("step cost, measured now:\n%s", curve.table())
     cache.store(curve)
     return curve
@@ -75,22 +77,22 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure_step(network: Network, pages: PagePool, state: StatePool, rows: Sequence[int]) -> Curve:
+def measure_step(step: EagerStep, rows: Sequence[int]) -> Curve:
     """Seconds of a forward and its logits at these row counts, and what context adds. Every row is its own request or
     one of a block, and runs in the junk slot and the junk page: nothing a request owns is touched."""
-    device, config = network.norm.weight.device, network.config
+    network, config, device = step.network, step.network.config, step.network.norm.weight.device
     generator = torch.Generator().manual_seed(0)
 
     def run(count: int, each: int = 1, context: int = 0) -> float:
         """A step of ``count`` rows, ``each`` of a request that has ``context`` tokens before them."""
         tokens = torch.randint(config.vocab_size, (count,), generator=generator).to(device)
         requests = count // each
-        columns = -(-(context + each) // pages.layout.page_size)
+        columns = step.width(count, -(-(context + each) // step.pages.layout.page_size))
         table = torch.zeros(requests, columns, dtype=torch.int64, device=device)
-        step = Rows.build(tokens, [context] * requests, [each] * requests, [0] * requests, table)
-        return timed(lambda: network.logits(network(step, pages, state)), device)
+        batch = Rows.build(tokens, [context] * requests, [each] * requests, [0] * requests, table)
+        return timed(lambda: network.logits(step(batch)), device)
 
-    curve = measure(run, rows, padded=False)
+    curve = measure(run, rows, padded=bool(step.rows))
     width = config.draft_block + 1
     wide = min(4 * width, rows[-1]) // width * width
     if width > 1 and wide:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..runtime.transfer import to_device, to_host
 from .calibration import Calibration
 from .metrics import SpeculationMetrics
 from .pause import Pause
@@ -106,8 +107,8 @@ class Schedule:
         else:
             found, broken = survival(self.calibration.confidences(logits))
         self.newest[slots] = found
-        on_host = (found.to("cpu", non_blocking=True), broken.to("cpu", non_blocking=True))
-        self.arriving.append(Arrival(self.round, np.array(host_slots), np.array(owners), *on_host))
+        arrival = Arrival(self.round, np.array(host_slots), np.array(owners), to_host(found), to_host(broken))
+        self.arriving.append(arrival)
         self.at_hand[host_slots] = True
 
     def skipped(self, host_slots: Sequence[int]) -> None:
@@ -138,13 +139,13 @@ class Schedule:
         lengths = allocate(
             survivals,
             plan.total,
-            torch.from_numpy(most).to(self.device),
-            torch.from_numpy(attended).to(self.device),
+            to_device(most, self.device),
+            to_device(attended, self.device),
             plan.price,
         )
         rows = VerifyRows(lengths, plan.total, self.block + 1)
-        host = (survivals.to("cpu", non_blocking=True), lengths.to("cpu", non_blocking=True))
-        self.running.append(Round(plan, rows, most, attended, *host, self.drafts, Moment(self.device)))
+        on_host = (to_host(survivals), to_host(lengths))
+        self.running.append(Round(plan, rows, most, attended, *on_host, self.drafts, Moment(self.device)))
         return rows
 
     def verified(self) -> None:

@@ -10,6 +10,8 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
+from ..runtime.transfer import to_device
+
 
 @dataclass(frozen=True)
 class VerifyRows:
@@ -22,7 +24,7 @@ class VerifyRows:
 
     @classmethod
     def build(cls, lengths: list[int], width: int, device: torch.device | str) -> VerifyRows:
-        return cls(torch.tensor(lengths, dtype=torch.int64, device=device), sum(lengths), width)
+        return cls(to_device(lengths, device), sum(lengths), width)
 
     @cached_property
     def cu_rows(self) -> Tensor:
@@ -66,6 +68,7 @@ class VerifyInput(SpecInput):
     """``spec_info`` of a verification."""
 
     positions: Tensor  # int64 [total]
+    longest: int  # no request is longer, these rows included
     ragged_verify_layout: VerifyRows
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     hidden_states: Tensor | None = None

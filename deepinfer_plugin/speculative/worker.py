@@ -17,6 +17,8 @@ from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
+from deepinfer_plugin.runtime import graphs, requests
+from deepinfer_plugin.runtime.transfer import to_device
 from deepinfer_plugin.settings import Settings
 
 from .acceptance import verify_chosen
@@ -73,11 +75,14 @@ class DSparkWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         slots = req_to_token_pool.req_to_token.shape[0]
         self.drafts = torch.zeros(slots, self.block, dtype=torch.int64, device=self.device)
+        pool = self.model_runner.token_to_kv_pool
+        self.drafter = graphs.EagerDraft(self.dspark, pool.pages, pool.state)
 
     def init_cuda_graphs(self) -> None:
-        """The network can run from here on: measure what the schedule needs to know, unless all drafts are verified
-        anyway."""
+        """The network can run from here on: capture drafting, and measure what the schedule needs to know, unless all
+        drafts are verified anyway."""
         super().init_cuda_graphs()
+        self._capture()
         settings = Settings.current()
         if settings.speculation != "fixed":
             calibration = calibration_of(self.model_runner.server_args.model_path, settings.calibration, self.block)
@@ -85,11 +90,21 @@ class DSparkWorker(BaseSpecWorker):
             if get_observability().enable_metrics:
                 self.exporter = Exporter(schedule.metrics)
 
+    def _capture(self) -> None:
+        backend = self.model_runner.attn_backend
+        if backend.graphs is None:
+            return
+        pool, counts = backend.token_to_kv_pool, graphs.row_counts(self.drafts.shape[0] - 1)
+        self.drafter = graphs.logged(
+            "drafting",
+            counts,
+            lambda: graphs.DraftGraphs(backend.graphs, self.dspark, pool.pages, pool.state, counts),
+        )
+
     def _step_cost(self) -> StepCost:
-        network, pool = self.model_runner.model.network, self.model_runner.token_to_kv_pool
-        most = (self.drafts.shape[0] - 1) * self.width
+        backend, most = self.model_runner.attn_backend, (self.drafts.shape[0] - 1) * self.width
         with torch.no_grad():
-            return StepCost(step_curve(network, pool.pages, pool.state, most, cache_directory()))
+            return StepCost(step_curve(backend.step, most, cache_directory()))
 
     def schedule_by(self, cost: StepCost, calibration: Calibration | None = None) -> Schedule:
         self.schedule = Schedule(cost, self.drafts.shape[0], self.block, self.device, calibration)
@@ -180,6 +195,7 @@ class DSparkWorker(BaseSpecWorker):
         """The forward over ``rows`` of requests whose newest tokens run at ``starts`` int64 [B]."""
         positions = starts[rows.owners] + rows.offsets
         hidden = CaptureHiddenMode.FULL if batch.return_hidden_states else CaptureHiddenMode.NULL
+        longest = requests.longest(batch.reqs, 3 * self.width)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(batch.reqs),
@@ -191,7 +207,7 @@ class DSparkWorker(BaseSpecWorker):
             seq_lens_cpu=None,
             positions=positions,
             spec_algorithm=self.model_runner.spec_algorithm,
-            spec_info=VerifyInput(positions, rows, hidden),
+            spec_info=VerifyInput(positions, longest, rows, hidden),
             capture_hidden_mode=hidden,
             return_hidden_states_before_norm=False,
         )
@@ -212,10 +228,9 @@ class DSparkWorker(BaseSpecWorker):
             return
         slots = batch.req_pool_indices.to(torch.int64)
         if len(drafting) < len(wanted):
-            index = torch.tensor(drafting, device=self.device)
+            index = to_device(drafting, self.device)
             newest, positions, slots = newest[index], positions[index], slots[index]
-        pool = self.model_runner.token_to_kv_pool
-        draft = self.dspark.draft(newest.to(torch.int64), positions.to(torch.int64), slots, pool.state, pool.pages)
+        draft = self.drafter(newest.to(torch.int64), positions.to(torch.int64), slots)
         self.drafts[slots] = draft.tokens
         if self.schedule is not None:
             host_slots = batch.req_pool_indices_cpu.tolist()

@@ -33,6 +33,7 @@ class Scene:
             token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
             model=SimpleNamespace(network=self.network),
+            device="cpu",
         )
         self.backend = DeepInferBackend(runner)
 
@@ -234,10 +235,12 @@ def test_later_chunks_keep_the_count_of_the_first(scene):
     assert requests.of(later).begins == [False]
 
 
-def test_decode_has_no_facts(scene):
-    batch = scene.batch(ForwardMode.DECODE, [1], [4])
-    requests.attach(batch, SimpleNamespace(reqs=[None]))
+def test_decode_has_a_bound_of_its_lengths_and_no_other_facts(scene):
+    batch = scene.batch(ForwardMode.DECODE, [1, 2], [4, 200])
+    reqs = [SimpleNamespace(origin_input_ids=[0] * n, output_ids=[0] * 3) for n in (2, 197)]
+    requests.attach(batch, SimpleNamespace(reqs=reqs))
     assert requests.of(batch) is None
+    assert requests.longest_of(batch) >= 201
 
 
 def test_a_hit_seeds_the_engram_lookback(scene):

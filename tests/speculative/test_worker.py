@@ -20,6 +20,7 @@ from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.dspark import Draft
 from deepinfer_plugin.runtime import backend as backend_module
 from deepinfer_plugin.runtime.backend import DeepInferBackend
+from deepinfer_plugin.runtime.graphs import EagerStep
 from deepinfer_plugin.runtime.pools import PagePoolForSGLang
 from deepinfer_plugin.speculative.algorithm import only_for_our_model
 from deepinfer_plugin.speculative.draft_input import DraftInput
@@ -37,7 +38,9 @@ def request(**params):
     defaults = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
     params = SimpleNamespace(**defaults | params)
     kv = SimpleNamespace(kv_committed_len=100)
-    return SimpleNamespace(sampling_params=params, custom_logit_processor=None, kv=kv, rid=f"r{next(NUMBERS)}")
+    name = f"r{next(NUMBERS)}"
+    tokens = {"origin_input_ids": [0] * 100, "output_ids": []}
+    return SimpleNamespace(sampling_params=params, custom_logit_processor=None, kv=kv, rid=name, **tokens)
 
 
 class Target:
@@ -57,6 +60,7 @@ class Target:
                 token_to_kv_pool=pool,
                 req_to_token_pool=self.req_to_token_pool,
                 spec_algorithm=None,
+                device="cpu",
                 kv_index_translator=SimpleNamespace(bind_own_plan=lambda batch: None),
                 sampler=lambda output, *_: output.next_token_logits.argmax(-1),
             )
@@ -416,14 +420,15 @@ def test_prefills_alone_do_not_pile_up(model):
 
 def test_the_step_is_measured_once(model, tmp_path, monkeypatch):
     pool = Target(model.network, 3, model.config.vocab_size).model_runner.token_to_kv_pool
+    step = EagerStep(model.network, pool.pages, pool.state)
     with torch.no_grad():
-        curve = step_curve(model.network, pool.pages, pool.state, 7, tmp_path)
+        curve = step_curve(step, 7, tmp_path)
         assert curve.rows == (1, 2, 4, 7) and min(curve.seconds) > 0
         assert curve.row_context is not None and curve.request_context is not None
         assert pool.state.tags[:, 1:].eq(-1).all() and pool.pages.pages[1:].eq(0).all(), "only junk was written"
         monkeypatch.setattr(type(model.network), "forward", None)
-        assert step_curve(model.network, pool.pages, pool.state, 7, tmp_path) == curve
-        assert step_curve(model.network, pool.pages, pool.state, 3, tmp_path) == curve, "it covers smaller servers"
+        assert step_curve(step, 7, tmp_path) == curve
+        assert step_curve(step, 3, tmp_path) == curve, "it covers smaller servers"
 
 
 @pytest.mark.parametrize(("most", "rows"), [(1, (1,)), (64, (1, 2, 4, 8, 16, 32, 64)), (65, None), (10**9, None)])

@@ -1,0 +1,124 @@
+"""Padded steps compute what eager ones do, to the bit. Graphs themselves need a GPU (tests/gpu): here a capture is a
+function that runs again."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+
+from deepinfer_plugin.model import V41
+from deepinfer_plugin.model.memory import PagePool, StatePool
+from deepinfer_plugin.model.rows import Rows
+from deepinfer_plugin.runtime.graphs import DraftGraphs, EagerDraft, EagerStep, StepGraphs, row_counts, table_widths
+
+PAGE = 64
+
+
+class Replayed:
+    """What a graph does: the same work on whatever its inputs hold now, into the same results."""
+
+    def __init__(self, work):
+        self.work, self.results, self.replays = work, work(), 0
+
+    def replay(self):
+        self.replays += 1
+        for mine, fresh in zip(tensors(self.results), tensors(self.work()), strict=True):
+            mine.copy_(fresh)
+
+
+class Captures:
+    def __init__(self):
+        self.all = []
+
+    def capture(self, work):
+        self.all.append(Replayed(work))
+        return self.all[-1], self.all[-1].results
+
+
+def tensors(results):
+    return [results] if isinstance(results, torch.Tensor) else [each for each in vars(results).values()]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return V41.load(tiny, page_size=PAGE)
+
+
+def memories(model):
+    torch.manual_seed(0)
+    pages = PagePool.allocate(model.page_layout, 9, model.device)
+    pages.pages.random_(0, 256)
+    return pages, StatePool(model.state_layout, 5, model.device)
+
+
+def batches(model):
+    """Rows of growing sequences: prefills, ragged verifications, decode, of one to three requests."""
+    tables = {1: [3, 5, 0], 2: [8, 1, 2], 4: [7, 0, 0]}
+    generator, at = torch.Generator().manual_seed(1), dict.fromkeys(tables, 0)
+    for lengths in ({1: 30, 2: 1}, {2: 30}, {1: 1, 2: 1}, {1: 6, 2: 2, 4: 1}, {4: 1}, {1: 6, 2: 6, 4: 6}, {2: 22}):
+        slots = list(lengths)
+        ids = torch.randint(3, model.config.vocab_size, (sum(lengths.values()),), generator=generator)
+        table = torch.tensor([tables[slot] for slot in slots], device=model.device)
+        yield Rows.build(ids.to(model.device), [at[slot] for slot in slots], list(lengths.values()), slots, table)
+        for slot, length in lengths.items():
+            at[slot] += length
+
+
+def test_row_counts():
+    for most in range(1, 200):
+        counts = row_counts(most)
+        assert counts[-1] == most and list(counts) == sorted(set(counts)) and counts[0] == 1
+        assert all(b <= 2 * a for a, b in pairwise(counts))
+
+
+def test_table_widths():
+    assert table_widths(1 << 20, 128) == (32, 512, 8192)
+    assert table_widths(4097, 64) == (64, 65)
+    assert table_widths(100, 64) == (2,)
+
+
+@torch.inference_mode()
+def test_padded_steps_equal_eager_ones(model):
+    """Whatever was in the buffers before, and in the junk slot and page."""
+    captures = Captures()
+    eager = EagerStep(model.network, *memories(model))
+    graphs = StepGraphs(captures, model.network, *memories(model), rows=(1, 4, 12, 25), widths=(2, 3))
+    for step in (eager, graphs):
+        step.state.reset(torch.arange(5))
+    for rows in batches(model):
+        narrow = dataclasses.replace(rows, page_table=rows.page_table[:, :2])
+        rows = narrow if int(rows.positions.max()) < 2 * PAGE else rows
+        assert torch.equal(eager(rows), graphs(rows))
+        assert torch.equal(eager.pages.pages[1:], graphs.pages.pages[1:])
+        assert torch.equal(eager.state.tags[:, 1:], graphs.state.tags[:, 1:])
+        assert torch.equal(eager.state.rings[:, 1:], graphs.state.rings[:, 1:])
+    assert sum(each.replays for each in captures.all) == 5  # two steps have more rows than were captured
+
+
+@torch.inference_mode()
+def test_what_a_step_returns_stays(model):
+    graphs = StepGraphs(Captures(), model.network, *memories(model), rows=(31,), widths=(3,))
+    graphs.state.reset(torch.arange(5))
+    first = next(batches(model))
+    kept = graphs(first)
+    copy = kept.clone()
+    assert not torch.equal(graphs(dataclasses.replace(first, token_ids=first.token_ids + 1)), copy)
+    assert torch.equal(kept, copy)
+
+
+@torch.inference_mode()
+def test_padded_drafts_equal_eager_ones(model):
+    pages, state = memories(model)
+    step = EagerStep(model.network, pages, state)
+    state.reset(torch.arange(5))
+    for rows in batches(model):
+        step(rows)
+    captures = Captures()
+    eager = EagerDraft(model.network.dspark, pages, state)
+    graphs = DraftGraphs(captures, model.network.dspark, pages, state, counts=(1, 2))
+    for slots, anchors, positions in (([2], [7], [66]), ([4, 1], [9, 8], [8, 43]), ([1, 2, 4], [5, 6, 7], [43, 66, 8])):
+        inputs = [torch.tensor(each) for each in (anchors, positions, slots)]
+        for mine, wanted in zip(tensors(graphs(*inputs)), tensors(eager(*inputs)), strict=True):
+            assert torch.equal(mine, wanted)
+    assert sum(each.replays for each in captures.all) == 2
