@@ -7,11 +7,14 @@ LOCKS  := requirements/cpu.lock requirements/dev.lock
 READY  := $(VENV)/.ready-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-12)
 MODEL  ?= examples/train_tiny/checkpoint
 PORT   ?= 30000
+# Processes that share the tests, each with one server at a time (2 GB); tests/workers.py says who gets what.
+WORKERS ?= 2
 
 .PHONY: help setup demo serve test lint typecheck unit clean
 help:
 	@echo "make demo                 install, start a server on a small trained V4.1-Flash, talk to it, print its numbers"
-	@echo "make test                 lint, types, all tests (CPU)"
+	@echo "make test WORKERS=N       lint, types, all tests (CPU), shared by N processes (default: 2, for two cores)"
+	@echo "make unit                 the tests that need no server"
 	@echo "make serve MODEL=DIR PORT=N   serve a checkpoint (default: the small trained one)"
 	@echo "make setup                only install into $(VENV)"
 
@@ -50,10 +53,10 @@ typecheck: $(READY)
 	@touch $@
 
 test: lint typecheck .cache/tile_kernels/.ready
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
 
 unit: $(READY)
-	$(BIN)/python -m pytest -m "not gpu and not server"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not server"
 
 clean:
 	rm -rf .cache build dist *.egg-info

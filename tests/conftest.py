@@ -17,6 +17,23 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("examples/train_tiny", "exampl
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from .workers import scheduler
+
+    return scheduler(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ports():
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from .workers import own_ports
+
+        yield from own_ports()
+    else:
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Directory of a tiny checkpoint with every layer kind and feature."""
