@@ -10,7 +10,7 @@ import requests
 from deepinfer_plugin.local_server import LocalServer, ServerDied
 
 from .reference import random_ids, same
-from .serving import CHECKS
+from .serving import CHECKS, GRACE_S
 
 
 def test_a_truncated_checkpoint_stops_the_command(tiny, tmp_path):
@@ -66,6 +66,7 @@ def test_without_the_flag_sglang_serves_its_own_models(llama, tmp_path):
         answers = requests.post(f"{server.url}/generate", json=body, timeout=240).json()
         again = requests.post(f"{server.url}/generate", json=body, timeout=240).json()
         log = server.log.read_text(errors="replace")
+        server.stop(GRACE_S)
     import torch
 
     for ids, answer, hit in zip(prompts, answers, again, strict=True):
