@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start: on busy cores threads wait for each other
 
 import pytest
 import torch

@@ -37,8 +37,8 @@ def _server_of(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Marks, before ``-m`` looks at them; the order, after everybody else. Workers begin with the servers: those groups
-    are the longest."""
+    """Marks, before ``-m`` looks at them; the order, after everybody else. Workers begin with what takes long, so that
+    they end together: the servers, then the other files from the last to the first."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("server")
@@ -48,7 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = [None, *VARIANTS]
     ours = sorted((item for item in items if HERE in item.path.parents), key=lambda item: order.index(_server_of(item)))
     if _one_of_several(config):
-        items[:] = ours + [item for item in items if HERE not in item.path.parents]
+        others = [item for item in items if HERE not in item.path.parents]
+        places = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in others))}
+        items[:] = ours + sorted(others, key=lambda item: -places[item.path])
     else:
         ordered = iter(ours)
         items[:] = [next(ordered) if HERE in item.path.parents else item for item in items]
