@@ -49,10 +49,15 @@ class Indexer(nn.Module):
         query = self.wq_b(low_rank).unflatten(-1, (self.heads, self.head_dim))
         query = self.ops.rope(query, rows.positions, inv_freq)
         weight = self.weights_proj(x) * self.scale
-        visible = step.visible(self.ratio)
-        # Scores are as wide as the page tables: many rows of a long context take turns.
-        row_bytes = rows.page_table.shape[1] * pages.key.shape[1] * query.element_size()
-        most = max(1, SCORE_BYTES // max(1, row_bytes))
+        return self._select(query, weight, step)
+
+    def _select(self, query: Tensor, weight: Tensor, step: Step) -> Tensor:
+        """Scores are as wide as the page tables, so many rows of a long context take turns; what they may choose from
+        then waits for the later index sources as a flag a block."""
+        rows, pages, visible = step.rows, step.source(self.source), step.visible(self.ratio)
+        groups = rows.page_table.shape[1] * pages.key.shape[1]
+        most = max(1, SCORE_BYTES // max(1, groups * query.element_size()))
+        whole = rows.count <= most
         selected, candidates = [], []
         for first in range(0, max(1, rows.count), most):
             part = slice(first, first + most)
@@ -68,11 +73,14 @@ class Indexer(nn.Module):
             )
             allowed = None
             if self.makes_candidates:
-                candidates.append(self.ops.candidate_blocks(scores, visible[part], self.block_size, self.blocks))
+                found = self.ops.candidate_blocks(scores, visible[part], self.block_size, self.blocks)
+                candidates.append(found if whole else found[:, :: self.block_size].clone())
             elif self.uses_candidates:
                 assert step.candidates is not None
                 allowed = step.candidates[part]
+                if not whole:  # a block is allowed as a whole, as far as a row can see
+                    allowed = allowed.repeat_interleave(self.block_size, dim=1)[:, :groups]
             selected.append(self.ops.top_groups(scores, visible[part], self.topk, allowed))
         if self.makes_candidates:
-            step.candidates = torch.cat(candidates) if len(candidates) > 1 else candidates[0]
-        return torch.cat(selected) if len(selected) > 1 else selected[0]
+            step.candidates = candidates[0] if whole else torch.cat(candidates)
+        return selected[0] if whole else torch.cat(selected)

@@ -29,7 +29,7 @@ class Step:
     pages: PagePool
     state: StatePool
     selected: Tensor | None = None  # int64 [R, topk] groups picked by the last index source, -1 = none
-    candidates: Tensor | None = None  # bool [R, G] groups the later index sources may pick from
+    candidates: Tensor | None = None  # bool [R, G] groups the later index sources may pick from, or [R, blocks] of them
 
     @cached_property
     def keep_ring(self) -> Tensor:
