@@ -12,6 +12,7 @@ from .compressor import Compressor
 from .config import V41Config
 from .indexer import Indexer
 from .layers import GroupedLinear, Linear, RMSNorm, parameter
+from .parallel import Parallel
 from .profiles import Profile
 from .rope import inverse_frequencies
 from .step import Step
@@ -23,27 +24,33 @@ class WindowAttention(nn.Module):
     Keys are values: one latent of ``head_dim`` channels a token, shared by all heads, its last ``rope_dim``
     channels rotated. The output is rotated back, so that the sum over keys at different positions is
     position-free.
+
+    On many ranks each has some of the heads, the output groups they feed and as many columns of the output; the
+    low-rank query, keys and both memories are the same on all of them.
     """
 
     inv_freq: Tensor
 
-    def __init__(self, ops: Ops, config: V41Config, profile: Profile, ring: int, compressed: bool = False):
+    def __init__(
+        self, ops: Ops, config: V41Config, profile: Profile, ring: int, parallel: Parallel, compressed: bool = False
+    ):
         super().__init__()
-        self.ops, self.ring = ops, ring
+        self.ops, self.ring, self.columns = ops, ring, parallel.columns
         self.window = config.window
-        self.heads, self.head_dim = config.num_heads, config.head_dim
+        share = parallel.place.heads
+        self.heads, self.head_dim = len(share.part(config.num_heads)), config.head_dim
         self.scale = config.head_dim**-0.5
         self.wq_a = Linear(ops, config.hidden_size, config.q_lora_rank)
         self.q_norm = RMSNorm(ops, config.q_lora_rank, config.norm_eps)
-        self.wq_b = Linear(ops, config.q_lora_rank, config.num_heads * config.head_dim)
+        self.wq_b = Linear(ops, config.q_lora_rank, self.heads * config.head_dim)
         self.wkv = Linear(ops, config.hidden_size, config.head_dim)
         self.kv_norm = RMSNorm(ops, config.head_dim, config.norm_eps)
-        self.attn_sink = parameter(config.num_heads, dtype=torch.float32)
-        groups = config.o_groups
+        self.attn_sink = parameter(self.heads, dtype=torch.float32)
+        groups = len(share.part(config.o_groups))
         self.wo_a = GroupedLinear(
-            ops, groups, config.num_heads * config.head_dim // groups, config.o_lora_rank, profile.fp8_output
+            ops, groups, self.heads * config.head_dim // groups, config.o_lora_rank, profile.fp8_output
         )
-        self.wo_b = Linear(ops, groups * config.o_lora_rank, config.hidden_size)
+        self.wo_b = Linear(ops, config.o_groups * config.o_lora_rank, len(share.part(config.hidden_size)))
         self.register_buffer("inv_freq", inverse_frequencies(config, compressed), persistent=False)
 
     def query(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +67,8 @@ class WindowAttention(nn.Module):
 
     def output(self, o: Tensor, positions: Tensor) -> Tensor:
         o = self.ops.rope(o, positions, self.inv_freq, inverse=True)
-        return self.wo_b(self.wo_a(o.reshape(o.shape[0], self.wo_a.groups, -1)))
+        grouped = o.reshape(o.shape[0], self.wo_a.groups, self.wo_a.weight.shape[1])
+        return self.columns(self.wo_b(self.columns(self.wo_a(grouped))))
 
     def write_window(self, window: Tensor, step: Step) -> None:
         rows, state = step.rows, step.state
@@ -73,9 +81,9 @@ class Attention(WindowAttention):
     """A layer of the network. Depending on its place it also compresses (KV source), selects (index source), or
     reuses both."""
 
-    def __init__(self, ops: Ops, config: V41Config, profile: Profile, layer: int):
+    def __init__(self, ops: Ops, config: V41Config, profile: Profile, layer: int, parallel: Parallel):
         ratio = config.compress_ratios[layer]
-        super().__init__(ops, config, profile, ring=layer, compressed=ratio > 0)
+        super().__init__(ops, config, profile, layer, parallel, compressed=ratio > 0)
         self.source = config.kv_source_of[layer]
         self.compressor = Compressor(ops, config, layer) if layer in config.kv_sources else None
         self.indexer = Indexer(ops, config, profile, layer) if layer in config.index_sources else None

@@ -16,16 +16,17 @@ from deepinfer_plugin.kernels import Ops
 from .config import V41Config
 from .layers import RMSNorm, parameter
 from .moe import MoE
+from .parallel import Parallel
 from .step import Step
 
 
 class Block(nn.Module):
-    def __init__(self, ops: Ops, config: V41Config, attention: nn.Module, experts: int, topk: int):
+    def __init__(self, ops: Ops, config: V41Config, attention: nn.Module, experts: int, topk: int, parallel: Parallel):
         super().__init__()
         self.ops = ops
         self.norm_eps, self.hc_eps, self.hc_iters = config.norm_eps, config.hc_eps, config.hc_iters
         self.attn = attention
-        self.ffn = MoE(ops, config, experts, topk)
+        self.ffn = MoE(ops, config, experts, topk, parallel)
         self.attn_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         self.ffn_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         streams = config.hc_mult
@@ -47,7 +48,7 @@ class Block(nn.Module):
         streams = ops.hc_expand(out, streams, post, comb)
 
         ffn_pre, post, comb = self.mix("ffn", streams)
-        out = self.ffn(self.ffn_norm(ops.hc_collapse(streams, attn_pre)), step.rows.image_mask)
+        out = self.ffn(self.ffn_norm(ops.hc_collapse(streams, attn_pre)), step)
         return ops.hc_expand(out, streams, post, comb), ffn_pre
 
 

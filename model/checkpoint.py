@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .config import QUANT_BLOCK, V41Config
+from .place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -294,6 +295,22 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def part(self, place: Place, config: V41Config) -> Checkpoint:
+        """What a rank at ``place`` reads of it: of each tensor a run of rows, so of its bytes."""
+        tensors = {}
+        for name, stored in self.tensors.items():
+            rows = place.part(name, stored.shape[0], config)
+            if rows is None:
+                continue
+            width = stored.nbytes // stored.shape[0]
+            tensors[name] = replace(
+                stored,
+                shape=(len(rows), *stored.shape[1:]),
+                offset=stored.offset + rows.start * width,
+                nbytes=len(rows) * width,
+            )
+        return replace(self, tensors=tensors)
 
     @classmethod
     def open(cls, path: str | Path, config: V41Config) -> Checkpoint:

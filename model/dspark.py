@@ -24,6 +24,7 @@ from .block import Block, expand_embedding
 from .config import V41Config
 from .layers import Dense, Embedding, Linear, RMSNorm
 from .memory import StatePool
+from .parallel import Parallel
 from .profiles import Profile
 from .rows import Rows
 from .step import Step
@@ -101,11 +102,11 @@ class ConfidenceHead(nn.Module):
 class Stage(Block):
     """One draft stage. The first also owns the context projection, the last the heads."""
 
-    def __init__(self, ops: Ops, config: V41Config, profile: Profile, index: int):
+    def __init__(self, ops: Ops, config: V41Config, profile: Profile, index: int, parallel: Parallel):
         assert config.dspark is not None
         dspark = config.dspark
-        attention = DraftAttention(ops, config, profile, ring=config.num_layers + index)
-        super().__init__(ops, config, attention, dspark.experts, dspark.experts_per_token)
+        attention = DraftAttention(ops, config, profile, config.num_layers + index, parallel)
+        super().__init__(ops, config, attention, dspark.experts, dspark.experts_per_token, parallel)
         if index == 0:
             self.main_proj = Linear(ops, len(dspark.target_layers) * config.hidden_size, config.hidden_size)
             self.main_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
@@ -118,10 +119,18 @@ class Stage(Block):
 class DSpark:
     """The draft head over the stages of a network; shares its embedding and output head."""
 
-    def __init__(self, config: V41Config, ops: Ops, stages: nn.ModuleList, embed: Callable, logits: Callable):
+    def __init__(
+        self,
+        config: V41Config,
+        ops: Ops,
+        stages: nn.ModuleList,
+        embed: Callable,
+        logits: Callable,
+        parallel: Parallel,
+    ):
         assert config.dspark is not None
         self.config, self.ops, self.dspark = config, ops, config.dspark
-        self.stages, self.embed, self.logits = stages, embed, logits
+        self.stages, self.embed, self.logits, self.parallel = stages, embed, logits, parallel
         self.has_confidence = True
 
     def write_context(self, features: list[Tensor], step: Step) -> None:
@@ -146,6 +155,8 @@ class DSpark:
         anchors: int64 [B] newest token of each request, not yet run through the network.
         positions: int64 [B] its position, at least 1: the context window of the positions before it must be
         in ``state``. choose: logits float32 [B, vocab] -> token ids [B]; default: greedy.
+
+        On many ranks all call it together, with any B, also 0: the stages have routed experts.
         """
         config, block, device = self.config, self.dspark.block_size, anchors.device
         count = anchors.shape[0]
@@ -162,9 +173,10 @@ class DSpark:
             window_floor=torch.clamp(positions - config.window, min=0).repeat_interleave(block),
             writes_pages=torch.zeros(count * block, dtype=torch.bool, device=device),
         )
-        step = DraftStep(rows, pages, state, later=(block - 1 - offset).repeat(count))
+        exchange = self.parallel.begin(rows)
+        step = DraftStep(rows, pages, state, exchange=exchange, later=(block - 1 - offset).repeat(count))
         streams, pre = expand_embedding(self.embed(rows.token_ids), config.hc_mult)
-        for stage in self.stages:
+        for stage in self.stages if exchange.total else ():
             streams, pre = stage(streams, pre, step)
         hidden = self.ops.hc_collapse(streams, pre)
         last: Any = self.stages[-1]

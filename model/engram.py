@@ -9,15 +9,17 @@ from deepinfer_plugin.kernels import Ops
 from .config import V41Config
 from .engram_table import EngramTable
 from .layers import FP8, SCALE, Linear, blocks, parameter
+from .parallel import Parallel
 from .step import Step
 
 
 class TableRows(nn.Module):
     """The hash table of one layer: FP8 rows with a UE8M0 scale per 32 channels, kept as stored and dequantised on
-    lookup."""
+    lookup. Many ranks divide it by rows."""
 
-    def __init__(self, rows: int, size: int):
+    def __init__(self, rows: int, size: int, parallel: Parallel):
         super().__init__()
+        self.total, rows = rows, len(parallel.place.experts.part(rows))
         self.weight = parameter(rows, size, dtype=FP8)
         self.scale = parameter(rows, blocks(size), dtype=SCALE)
 
@@ -31,13 +33,13 @@ class Engram(nn.Module):
     primes: Tensor
     offsets: Tensor
 
-    def __init__(self, ops: Ops, config: V41Config, table: EngramTable, index: int):
+    def __init__(self, ops: Ops, config: V41Config, table: EngramTable, index: int, parallel: Parallel):
         super().__init__()
         assert config.engram is not None
         self.ops, self.eps, self.streams = ops, config.norm_eps, config.hc_mult
         self.pad_class = table.pad_class
         engram = config.engram
-        self.embed = TableRows(engram.rows[index], engram.head_dim)
+        self.embed = TableRows(engram.rows[index], engram.head_dim, parallel)
         self.wkv = Linear(ops, engram.columns * engram.head_dim, (config.hc_mult + 1) * config.hidden_size)
         self.q_weight = parameter(config.hc_mult, config.hidden_size)
         self.k_weight = parameter(config.hc_mult, config.hidden_size)
@@ -62,5 +64,7 @@ class Engram(nn.Module):
         )
 
     def forward(self, streams: Tensor, classes: Tensor, step: Step) -> Tensor:
-        found = self.ops.engram_gather(self.rows(classes, step), self.embed.weight, self.embed.scale, streams.dtype)
+        held, rows = self.embed, self.rows(classes, step)
+        table, scale, rows = step.exchange.lookup(held.weight, held.scale, held.total, rows)
+        found = self.ops.engram_gather(rows, table, scale, streams.dtype)
         return self.ops.engram_gate(streams, self.wkv(found), self.q_weight, self.k_weight, self.eps, classes >= 0)

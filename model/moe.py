@@ -11,6 +11,8 @@ from deepinfer_plugin.kernels import Ops
 
 from .config import QUANT_BLOCK, V41Config
 from .layers import SCALE, Dense, Linear, parameter
+from .parallel import Parallel
+from .step import Step
 
 
 class Gate(Dense):
@@ -28,13 +30,14 @@ class Gate(Dense):
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer, stacked: w1 and w3 as one [2I, H] matrix, two e2m1 values a byte, a UE8M0
-    scale per 32."""
+    """The routed experts of a layer that this rank holds, stacked: w1 and w3 as one [2I, H] matrix, two e2m1 values a
+    byte, a UE8M0 scale per 32. ``total``: on all ranks."""
 
-    def __init__(self, ops: Ops, config: V41Config, experts: int):
+    def __init__(self, ops: Ops, config: V41Config, experts: int, parallel: Parallel):
         super().__init__()
-        self.ops, self.limit = ops, config.swiglu_limit
-        self.count, self.inner = experts, config.expert_dim
+        self.ops, self.limit, self.total = ops, config.swiglu_limit, experts
+        self.held, self.inner = parallel.place.experts.part(experts), config.expert_dim
+        experts = len(self.held)
         hidden = config.hidden_size
         self.w13 = parameter(experts, 2 * self.inner, hidden // 2, dtype=torch.uint8)
         self.s13 = parameter(experts, 2 * self.inner, hidden // QUANT_BLOCK, dtype=SCALE)
@@ -46,18 +49,18 @@ class Experts(nn.Module):
         self.prepared = self.ops.prepare_experts(self.w13, self.s13, self.w2, self.s2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Weighted sum over each token's experts, float32 [T, H]."""
+        """Weighted sum over each token's experts, float32 [T, H]; ids count from the first one held."""
         return self.ops.moe_experts(x, weights, ids, self.prepared, self.limit)
 
     def slices(self) -> dict[str, Tensor]:
         """Checkpoint name (below ``experts.``) -> the view of our stacked parameter it fills."""
         views: dict[str, Tensor] = {}
-        for expert in range(self.count):
+        for index, expert in enumerate(self.held):
             for name, rows in (("w1", slice(0, self.inner)), ("w3", slice(self.inner, None))):
-                views[f"{expert}.{name}.weight"] = self.w13[expert, rows].view(torch.int8)
-                views[f"{expert}.{name}.scale"] = self.s13[expert, rows]
-            views[f"{expert}.w2.weight"] = self.w2[expert].view(torch.int8)
-            views[f"{expert}.w2.scale"] = self.s2[expert]
+                views[f"{expert}.{name}.weight"] = self.w13[index, rows].view(torch.int8)
+                views[f"{expert}.{name}.scale"] = self.s13[index, rows]
+            views[f"{expert}.w2.weight"] = self.w2[index].view(torch.int8)
+            views[f"{expert}.w2.scale"] = self.s2[index]
         return views
 
 
@@ -76,12 +79,16 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    def __init__(self, ops: Ops, config: V41Config, experts: int, topk: int):
+    """On many ranks each finishes the rows that it owns: the routed experts' outputs come to it, the shared expert,
+    which every rank holds, runs there."""
+
+    def __init__(self, ops: Ops, config: V41Config, experts: int, topk: int, parallel: Parallel):
         super().__init__()
         self.gate = Gate(ops, config, experts, topk)
-        self.experts = Experts(ops, config, experts)
+        self.experts = Experts(ops, config, experts, parallel)
         self.shared_experts = SharedExpert(ops, config)
 
-    def forward(self, x: Tensor, image_mask: Tensor | None) -> Tensor:
-        routed = self.experts(x, *self.gate.route(x, image_mask))
-        return (routed + self.shared_experts(x).float()).to(x.dtype)
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        exchange = step.exchange
+        routed = exchange.routed(self.experts, x, *self.gate.route(x, step.rows.image_mask))
+        return exchange.whole((routed + self.shared_experts(exchange.own(x)).float()).to(x.dtype))

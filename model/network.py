@@ -19,6 +19,8 @@ from .engram_table import EngramTable
 from .layers import Dense, Embedding, RMSNorm
 from .memory import PagePool, StatePool
 from .moe import Experts
+from .parallel import Parallel, Single
+from .place import check_place
 from .profiles import Profile
 from .rows import Rows
 from .step import Step
@@ -29,38 +31,55 @@ Observer = Callable[[int, Tensor], None]
 class Layer(Block):
     """A block of the network, with an Engram in front of its attention at a few layers."""
 
-    def __init__(self, ops: Ops, config: V41Config, profile: Profile, layer: int, table: EngramTable | None):
-        super().__init__(ops, config, Attention(ops, config, profile, layer), config.experts, config.experts_per_token)
+    def __init__(
+        self, ops: Ops, config: V41Config, profile: Profile, layer: int, table: EngramTable | None, parallel: Parallel
+    ):
+        attention = Attention(ops, config, profile, layer, parallel)
+        super().__init__(ops, config, attention, config.experts, config.experts_per_token, parallel)
         self.engram: Engram | None = None
         if config.engram is not None and layer in config.engram.layers:
             assert table is not None
-            self.engram = Engram(ops, config, table, config.engram.layers.index(layer))
+            self.engram = Engram(ops, config, table, config.engram.layers.index(layer), parallel)
 
 
 class Network(nn.Module):
     """Weights under their checkpoint names; ``forward`` turns rows into final hidden states and updates both memories.
 
     Build it inside ``torch.device(...)``, load the parameters (``parameter_slices``), then call ``prepare`` once.
+    ``parallel``: the other ranks, if this one is to hold a part; see ``model/parallel.py``.
     """
 
     token_class: Tensor
 
-    def __init__(self, config: V41Config, ops: Ops, profile: Profile, table: EngramTable | None):
+    def __init__(
+        self,
+        config: V41Config,
+        ops: Ops,
+        profile: Profile,
+        table: EngramTable | None,
+        parallel: Parallel | None = None,
+    ):
         super().__init__()
         self.config, self.ops, self.profile = config, ops, profile
+        self.parallel = parallel = parallel or Single()
+        check_place(config, parallel.place.heads.of, parallel.place.experts.of)
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(ops, config, profile, layer, table) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(ops, config, profile, layer, table, parallel) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
-        self.head = Dense(ops, config.hidden_size, config.vocab_size, torch.float32)
-        self.mtp = nn.ModuleList(Stage(ops, config, profile, stage) for stage in range(config.draft_stages))
-        self.dspark = DSpark(config, ops, self.mtp, self.embed_tokens, self.logits) if config.dspark else None
+        tokens = len(parallel.place.heads.part(config.vocab_size))
+        self.head = Dense(ops, config.hidden_size, tokens, torch.float32)
+        self.mtp = nn.ModuleList(Stage(ops, config, profile, stage, parallel) for stage in range(config.draft_stages))
+        self.dspark = DSpark(config, ops, self.mtp, self.embed_tokens, self.logits, parallel) if config.dspark else None
         classes = torch.zeros(config.vocab_size, dtype=torch.int64) if table is None else table.token_class
         self.register_buffer("token_class", classes.to(self.norm.weight.device), persistent=False)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def parameter_slices(self) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint, by its name there, as the view of our storage that it fills."""
+        """Every tensor of a checkpoint, or this rank's part of it (``Place``), by its name there, as the view of our
+        storage that it fills."""
         views: dict[str, Tensor] = {}
         for prefix, module in self.named_modules():
             if isinstance(module, Experts):
@@ -94,7 +113,9 @@ class Network(nn.Module):
         ``rows.writes_pages``) the pages. ``observe(layer, streams)`` sees the residual streams [R, hc_mult,
         H] after each layer.
         """
-        step = Step(rows, pages, state)
+        step = Step(rows, pages, state, exchange=self.parallel.begin(rows))
+        if not step.exchange.total:
+            return self.embed_tokens(rows.token_ids)
         classes = self.classes(rows)
         targets = () if self.config.dspark is None else self.config.dspark.target_layers
         features: dict[int, Tensor] = {}
@@ -115,4 +136,4 @@ class Network(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of normalised hidden states [n, H]."""
-        return self.head(hidden)
+        return self.parallel.columns(self.head(hidden))

@@ -3,13 +3,14 @@ it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .memory import PagePool, SourcePages, StatePool
+from .parallel import Exchange, Here
 from .rows import Rows
 
 
@@ -30,6 +31,7 @@ class Step:
     state: StatePool
     selected: Tensor | None = None  # int64 [R, topk] groups picked by the last index source, -1 = none
     candidates: Tensor | None = None  # bool [R, G] groups the later index sources may pick from, or [R, blocks] of them
+    exchange: Exchange = field(default_factory=Here)  # with ranks that have other parts of the network, or other rows
 
     @cached_property
     def keep_ring(self) -> Tensor:

@@ -19,6 +19,7 @@ from .dspark import Draft
 from .engram_table import EngramTable
 from .memory import PageLayout, PagePool, StateLayout, StatePool
 from .network import Network, Observer
+from .parallel import Parallel
 from .profiles import profile_named
 from .rows import Rows
 from .step import Step
@@ -48,15 +49,18 @@ class V41:
         page_size: int = DEFAULT_PAGE_SIZE,
         force: Mapping[str, str] | None = None,
         progress: bool = False,
+        parallel: Parallel | None = None,
     ) -> V41:
         """Load a checkpoint directory of the released format.
 
         provider, force: which implementation of the op table to use (see ``deepinfer doctor``).
         profile: ``model``, ``deepinfer`` or ``float32`` (``model/profiles.py``).
+        parallel: the ranks among which the checkpoint is divided; only this one's part is read.
 
         Raises:
             ConfigError, CheckpointError: the files are not a complete V4.1-Flash checkpoint; found before
-            any weight is read. ValueError: unknown provider, op or profile, or an odd page size.
+            any weight is read. ValueError: unknown provider, op or profile, an odd page size, or a number of ranks
+            that does not divide the model (PlaceError).
         """
         rounding = profile_named(profile)
         config = V41Config.load(path)
@@ -65,8 +69,8 @@ class V41:
         checkpoint = Checkpoint.open(path, config)
         table = EngramTable.load(path, config)
         with torch.device(device):
-            network = Network(config, ops, rounding, table)
-        load_into(network, checkpoint, progress=progress)
+            network = Network(config, ops, rounding, table, parallel)
+        load_into(network, checkpoint.part(network.parallel.place, config), progress=progress)
         if network.dspark is not None:
             network.dspark.has_confidence = checkpoint.has_confidence
         network.prepare()
