@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import model_impl, patches, refusals, termination
+from . import model_impl, patches, ranks, refusals, termination
 from .conflicts import ConflictError, refuse
+from .ranks import RankCounts
 from .settings import Settings, from_command_line
 from .speculative import algorithm
 
@@ -88,6 +89,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         # The scheduler takes all cores when it builds the network. The other processes only move text and tokens, and
         # a thread pool each would fight it for every core.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        ranks.share_machine(RankCounts.of(view), sorted(os.sched_getaffinity(0)))
+    ranks.same_tokens(RankCounts.of(view))
     if from_command_line(server_args):
         termination.exit_on_sigterm()
     declared = declarations(view, config, settings, device)
@@ -103,8 +106,8 @@ def device_of(view: Any) -> str:
 
 
 def _read_checkpoint(view: Any) -> tuple[V41Config, int]:
-    """The architecture and the bytes of its weights, from files that are all checked here: a bad checkpoint should cost
-    seconds, not a load."""
+    """The architecture and the bytes of one rank's weights, from files that are all checked here: a bad checkpoint
+    should cost seconds, not a load."""
     from .model.checkpoint import Checkpoint
     from .model.config import V41Config
     from .model.engram_table import EngramTable
@@ -114,7 +117,7 @@ def _read_checkpoint(view: Any) -> tuple[V41Config, int]:
     if not path.is_dir():
         raise ConflictError([f"--model-path {path}: not a directory; download the checkpoint and name the directory"])
     config = V41Config.load(path)
-    weight_bytes = Checkpoint.open(path, config).nbytes
+    weight_bytes = Checkpoint.open(path, config).part(RankCounts.of(view).largest, config).nbytes
     problem = None if view.skip_tokenizer_init or view.tokenizer_path else tokenizer_problem(path)
     if problem:
         raise ConflictError([f"--model-path {path}: {problem}; it comes with the checkpoint"])
@@ -126,16 +129,16 @@ def declarations(view: Any, config: V41Config, settings: Settings, device: str) 
     """Field -> value for SGLang's ``ServerArgs``, for arguments that are already known to be legal."""
     on_cpu = device == "cpu"
     page_size = view.page_size or PAGE_SIZE
-    running = view.max_running_requests or default_running(on_cpu)
+    running, groups = view.max_running_requests or default_running(on_cpu), RankCounts.of(view).groups
     tokens = view.max_total_tokens
     if tokens is None and on_cpu:
-        tokens = cpu_tokens(config, page_size, running, view.context_length, settings.cpu_kv_mib << 20)
+        tokens = cpu_tokens(config, page_size, running // groups, view.context_length, settings.cpu_kv_mib << 20)
     unset = {
         "attention_backend": ATTENTION_BACKEND,
         "page_size": page_size,
         "max_running_requests": running,  # state is sized before SGLang would pick a number, and it picks thousands
         "max_total_tokens": tokens,
-        "chunked_prefill_size": CHUNK_CPU if on_cpu else None,
+        "chunked_prefill_size": CHUNK_CPU * groups if on_cpu else None,  # SGLang divides it among them
         # SGLang guesses activations from the sizes of a GPU; unchunked prompts would leave a CPU less than nothing.
         "mem_fraction_static": MEMORY_CPU if on_cpu else None,
         "context_length": context_length(config, page_size, tokens),

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from . import ranks
+from .ranks import RankCounts
 from .settings import from_command_line
 
 if TYPE_CHECKING:
@@ -27,11 +29,7 @@ DEVICES = ("cpu", "cuda")
 # Field of ServerArgs -> why any value but its default (or those in ALSO_LEGAL) is refused.
 REFUSED = {
     "tokenizer_worker_num": "worker processes do not load plugins and cannot read this model's config",
-    "tp_size": "tensor parallelism is not there yet",
     "pp_size": "the network has no pipeline stages",
-    "dp_size": "data parallelism is not there yet",
-    "attn_dp_size": "data-parallel attention is not there yet",
-    "ep_size": "expert parallelism is not there yet",
     "attn_cp_size": "context parallelism is not there yet",
     "moe_dp_size": "data-parallel experts are not there yet",
     "dcp_size": "context parallelism is not there yet",
@@ -80,10 +78,10 @@ REFUSED = {
     "enable_paged_experts": "experts run where their weights are",
     "enable_torch_compile": "the network is not compiled",
     "moe_runner_backend": "experts run through our own ops; see --deepinfer-ops",
-    "moe_a2a_backend": "expert parallelism is not there yet",
+    "moe_a2a_backend": "expert outputs travel by torch.distributed so far",
     "enable_eplb": "expert balancing is not there yet",
     "ep_num_redundant_experts": "expert balancing is not there yet",
-    "elastic_ep_backend": "expert parallelism is not there yet",
+    "elastic_ep_backend": "the number of ranks is fixed",
     "attention_backend": "attention reads pages and windows that only our backend knows",
     "prefill_attention_backend": "attention reads pages and windows that only our backend knows",
     "decode_attention_backend": "attention reads pages and windows that only our backend knows",
@@ -144,6 +142,7 @@ def refuse(server_args: Any, config: V41Config, settings: Settings, weight_bytes
         *_refused_fields(server_args),
         *_device(device),
         *_address(server_args, view),
+        *ranks.conflicts(view, config),
         *_ops(settings, device),
         *speculation(view, config, settings),
         *_sizes(view, config, settings, weight_bytes, device),
@@ -263,14 +262,14 @@ def speculation(view: Any, config: V41Config, settings: Settings) -> Iterator[st
         yield "--enable-watermark: it is not applied to verified drafts; add --deepinfer-speculation off"
 
 
-def _memory(device: str, fraction: float | None) -> int:
-    """Bytes of the device that weights, state and pages may take at most, asked without opening it in this process;
-    where they cannot be known, more than any has. A ``fraction`` is one of what is free; of a GPU that is not known
-    yet, so all of it counts as free."""
+def _memory(device: str, fraction: float | None, ranks: int) -> int:
+    """Bytes of the device that weights, state and pages of one rank may take at most, asked without opening it in this
+    process; where they cannot be known, more than any has. A ``fraction`` is one of what is free; of a GPU that is not
+    known yet, so all of it counts as free. ``ranks`` share the memory of a machine without accelerators."""
     from sglang.srt.utils.common import get_available_gpu_memory, get_device_memory_capacity
 
     if device == "cpu" and fraction is not None:
-        return int(get_available_gpu_memory(device, 0, empty_cache=False) * 2**30 * fraction)
+        return int(get_available_gpu_memory(device, 0, empty_cache=False) * 2**30 * fraction) // ranks
     mebibytes = get_device_memory_capacity(device) if device in DEVICES else None
     return 1 << 62 if mebibytes is None else int((int(mebibytes) << 20) * (fraction or 1))
 
@@ -285,27 +284,31 @@ def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, 
         yield f"--page-size {page_size}: legal: {', '.join(map(str, PAGE_SIZES))}"
         return  # every other size is counted in pages
 
-    chunk = view.chunked_prefill_size
+    groups, chunk = RankCounts.of(view).groups, view.chunked_prefill_size  # which SGLang divides among the groups
     if settings.exact_prefix:
-        if chunk is not None and 0 < chunk < page_size:
-            yield f"--chunked-prefill-size {chunk}: chunks are whole pages; the least legal value is {page_size}"
+        if chunk is not None and 0 < chunk < page_size * groups:
+            yield (
+                f"--chunked-prefill-size {chunk}: chunks are whole pages; the least legal value is {page_size * groups}"
+            )
     else:
         if config.window != REPLAY_WINDOW:
             yield (
                 f"sliding_window={config.window} in config.json: a cached prefix is replayed over {REPLAY_WINDOW} "
                 "tokens, which does not rebuild this window; add --deepinfer-exact-prefix"
             )
-        if chunk is not None and chunk < REPLAY_WINDOW + page_size:
+        least = (REPLAY_WINDOW + page_size) * groups
+        if chunk is not None and chunk < least:
             given = "off (-1)" if chunk <= 0 else chunk
             yield (
                 f"--chunked-prefill-size {given}: a replayed prefix of {REPLAY_WINDOW} tokens and a page must fit a "
-                f"chunk; the least legal value is {REPLAY_WINDOW + page_size}, or add --deepinfer-exact-prefix"
+                f"chunk; the least legal value is {least}, or add --deepinfer-exact-prefix"
             )
 
     running, fraction = view.max_running_requests, view.mem_fraction_static
     context, tokens = view.context_length, view.max_total_tokens
     if running is None:
         running = default_running(device == "cpu")
+    running = running // groups or min(running, 1)  # of one group
     if fraction is not None and not 0 < fraction <= 1:
         yield f"--mem-fraction-static {fraction}: legal: a number above 0, at most 1"
         fraction = None
@@ -319,7 +322,7 @@ def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, 
             page_size=page_size,
             running_requests=running,
             weight_bytes=weight_bytes,
-            budget_bytes=_memory(device, fraction),
+            budget_bytes=_memory(device, fraction, RankCounts.of(view).total),
             max_tokens=tokens,
             token_extra=0 if device == "cpu" else INPUT_BYTES,
         )

@@ -62,6 +62,12 @@ def _mebibytes(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise _Illegal("a number of seconds, 0 or more")
+    return int(text)
+
+
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     pairs = [tuple(part.strip() for part in item.split("=")) for item in text.split(",") if item.strip()]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
@@ -115,6 +121,15 @@ class Settings:
         "Calibration of the draft head's confidences; without it, dspark_calibration.json of the checkpoint if there "
         "is one.",
         "FILE",
+    )
+    check_ranks: bool = _switch(
+        False, _flag, "Compare, before every forward, what the ranks of an attention group are about to run."
+    )
+    rank_patience_s: int = _switch(
+        20,
+        _seconds,
+        "How long a rank waits for another one before it ends the server; 0: for ever.",
+        "SECONDS",
     )
     debug: bool = _switch(False, _flag, "Check on every forward that each state row holds the position it should.")
     # Hooks go in before the command line is read, so this one is a variable only.

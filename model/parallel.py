@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .place import Place, Share
 from .rows import Rows
+
+T = TypeVar("T")
 
 
 class RankDivergence(RuntimeError):
@@ -45,7 +47,7 @@ class Group(Protocol):
     def host_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every member's numbers, on the host."""
 
-    def from_first(self, value: Any) -> Any:
+    def from_first(self, value: T) -> T:
         """Member 0's value, any object, on every member."""
 
     def tensor_from_first(self, x: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class Alone:
     def host_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         return [list(numbers)]
 
-    def from_first(self, value: Any) -> Any:
+    def from_first(self, value: T) -> T:
         return value
 
     def tensor_from_first(self, x: Tensor) -> Tensor:
@@ -115,14 +117,24 @@ class Parallel(Protocol):
     def begin(self, rows: Rows) -> Exchange:
         """Called once before every forward by all ranks, with their own rows, which may be none."""
 
-    def first_rank(self, value: Any) -> Any:
-        """The value that the first rank of the attention group has: what clocks or chance decide is decided once."""
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its attention group."""
+
+    def agree(self, value: T) -> T:
+        """What the first rank of the attention group has: what a clock or chance decides is decided once."""
+
+    def agree_tensor(self, x: Tensor) -> Tensor:
+        """The same for a tensor, of one shape on all ranks of the group, without the host."""
+
+    def agree_everywhere(self, value: T) -> T:
+        """What the first of all ranks has."""
 
 
 class Single:
     """One rank that holds everything."""
 
-    place, groups = Place(), 1
+    place, groups, leads = Place(), 1, True
 
     def columns(self, x: Tensor) -> Tensor:
         return x
@@ -130,7 +142,13 @@ class Single:
     def begin(self, rows: Rows) -> Exchange:
         return Here(rows.count)
 
-    def first_rank(self, value: Any) -> Any:
+    def agree(self, value: T) -> T:
+        return value
+
+    def agree_tensor(self, x: Tensor) -> Tensor:
+        return x
+
+    def agree_everywhere(self, value: T) -> T:
         return value
 
 
@@ -180,8 +198,18 @@ class Ranks:
             return x.new_empty(0, x.shape[1] * self.heads.size)
         return self.heads.all_gather(x.contiguous()).transpose(0, 1).flatten(1)
 
-    def first_rank(self, value: Any) -> Any:
+    @property
+    def leads(self) -> bool:
+        return self.group.rank == 0
+
+    def agree(self, value: T) -> T:
         return self.group.from_first(value)
+
+    def agree_tensor(self, x: Tensor) -> Tensor:
+        return self.group.tensor_from_first(x)
+
+    def agree_everywhere(self, value: T) -> T:
+        return self.world.from_first(value)
 
     def begin(self, rows: Rows) -> Exchange:
         """

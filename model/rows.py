@@ -64,6 +64,12 @@ class Rows:
             image_mask=image_mask,
         )
 
+    @classmethod
+    def none(cls, device: torch.device | str) -> Rows:
+        """No rows of no request: the forward of a rank that has nothing to do while others do."""
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return cls.build(nothing, [], [], [], nothing.view(0, 1))
+
     @property
     def count(self) -> int:
         return self.token_ids.shape[0]

@@ -20,6 +20,8 @@ def init_new(original: Callable[..., Any], cls: type, batch: Any, model_runner: 
         from ..runtime.requests import attach
 
         attach(forward_batch, batch)
+        # With several attention groups SGLang would pad every rank to the longest; ours exchange what they have.
+        forward_batch.global_num_tokens_cpu = None
     return forward_batch
 
 

@@ -27,9 +27,14 @@ REFUSALS = [
     ("--enable-streaming-session", ["--enable-streaming-session"]),
     ("--enable-session-radix-cache", ["--enable-session-radix-cache"]),
     ("--pp-size 2", ["--pp-size 2"]),
-    ("--tp-size 2", ["--tp-size 2"]),
-    ("--dp-size 2", ["--dp-size 2"]),
-    ("--tp-size 2 --ep-size 2", ["--tp-size 2", "--ep-size 2"]),
+    ("--tp-size 3", ["--tp-size 3: 4 attention heads", "legal: 1, 2", "16 experts", "legal: 1, 2, 4, 8, 16"]),
+    ("--tp-size 4", ["--tp-size 4: 2 output groups do not divide among 4 ranks of attention; legal: 1, 2"]),
+    ("--tp-size 6 --attn-dp-size 3", ["--tp-size 6 --attn-dp-size 3: 16 experts do not divide among 6 ranks"]),
+    ("--tp-size 2 --attn-dp-size 4", ["--attn-dp-size 4: it must divide --tp-size 2; legal: 1, 2"]),
+    ("--dp-size 2", ["--dp-size 2: replicas are servers of their own", "--enable-dp-attention"]),
+    ("--tp-size 4 --attn-dp-size 2 --ep-size 2", ["--ep-size 2: experts are divided among all", "legal: 1 or 4"]),
+    ("--tp-size 2 --attn-dp-size 2 --chunked-prefill-size 256", ["least legal value is 512"]),
+    ("--attn-cp-size 2 --tp-size 2", ["--attn-cp-size 2", "not there yet"]),
     ("--enable-hisparse", ["--enable-hisparse"]),
     ("--enable-two-batch-overlap", ["--enable-two-batch-overlap"]),
     ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype fp8_e4m3", "part of the model"]),
@@ -121,6 +126,10 @@ ACCEPTED = [
     "--speculative-algorithm deepinfer_dspark --speculative-num-steps 5 --speculative-eagle-topk 1",
     "--reasoning-parser deepseek-v41 --tool-call-parser deepseekv41",
     "--deepinfer-profile float32 --deepinfer-debug --deepinfer-ops linear=reference",
+    "--tp-size 2",
+    "--tp-size 2 --ep-size 2 --deepinfer-check-ranks --deepinfer-rank-patience-s 0",
+    "--tp-size 2 --dp-size 2 --enable-dp-attention",
+    "--tp-size 4 --attn-dp-size 2 --ep-size 4 --chunked-prefill-size 512",
 ]
 
 
@@ -188,6 +197,7 @@ def answers(tiny, broken):
         "speculation": ("resolved", {"argv": argv("--deepinfer-speculation fixed")}),
         "no speculation": ("resolved", {"argv": argv("--deepinfer-speculation off")}),
         "speculation by SGLang's flag": ("resolved", {"argv": argv("--speculative-algorithm DEEPINFER_DSPARK")}),
+        "ranks": ("resolved", {"argv": argv("--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 4")}),
         "exact": ("resolved", {"argv": argv("--deepinfer-exact-prefix --deepinfer-profile float32")}),
         "variables": (
             "resolved",
@@ -271,6 +281,17 @@ def test_requests_that_a_small_pool_could_never_admit_are_too_long(answers):
     assert found["context"] == 896 - 256, "whole pages, less the page SGLang charges and one to generate into"
 
 
+def test_several_attention_groups(answers):
+    """SGLang counts the chunk and the requests of a server, we the pages of a rank."""
+    found, alone = answers["ranks"], answers["default"]["arguments"]
+    arguments = found["arguments"]
+    assert (arguments["tp_size"], arguments["attn_dp_size"], arguments["dp_size"]) == (4, 2, 1)
+    assert arguments["chunked_prefill_size"] == alone["chunked_prefill_size"], "of a group"
+    assert arguments["max_running_requests"] == alone["max_running_requests"], "of all groups"
+    assert arguments["max_total_tokens"] == alone["max_total_tokens"] / 2, "of a rank"
+    assert found["in_child"]
+
+
 def test_exact_mode(answers):
     for name in ("exact", "variables"):
         assert answers[name]["arguments"]["enable_encoder_swa_bounded_replay"] is False
@@ -333,9 +354,9 @@ def test_memory_that_cannot_hold_the_longest_request(tiny, monkeypatch):
     """It would be accepted and wait for ever. The legal value that is named is legal."""
     config = V41Config.load(tiny)
     given = dict.fromkeys(("page_size", "chunked_prefill_size", "max_total_tokens", "context_length"))
-    view = SimpleNamespace(**given, max_running_requests=4, mem_fraction_static=0.25)
+    view = SimpleNamespace(**given, max_running_requests=4, mem_fraction_static=0.25, tp_size=1, attn_dp_size=1)
     memory = (1 << 20) + 5 * StateLayout.of(config).slot_bytes + 41 * PageLayout.of(config, 128).page_bytes
-    monkeypatch.setattr(conflicts, "_memory", lambda device, fraction: memory)
+    monkeypatch.setattr(conflicts, "_memory", lambda device, fraction, ranks: memory)
     (conflict,) = conflicts._sizes(view, config, Settings(), 1 << 20, "cpu")
     assert (
         conflict.startswith("--mem-fraction-static 0.25: --context-length 8192: ") and "4 running requests" in conflict

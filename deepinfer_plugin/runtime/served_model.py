@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_context import get_attn_backend
-from sglang.srt.runtime_context import get_model
+from sglang.srt.runtime_context import get_model, get_parallel
 from torch import Tensor, nn
 
 from deepinfer_plugin.kernels import select
 from deepinfer_plugin.model.engram_table import EngramTable
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.profiles import profile_named
+from deepinfer_plugin.model.rows import Rows
 from deepinfer_plugin.model.weights import Checkpoint, load_into
 from deepinfer_plugin.model_impl import config_of
 from deepinfer_plugin.runtime.checks import check_stream_mix, check_window
+from deepinfer_plugin.runtime.parallel import parallel_of_server
 from deepinfer_plugin.runtime.threads import compute_threads
 from deepinfer_plugin.settings import Settings
 
@@ -39,13 +41,16 @@ class DeepInferForCausalLM(nn.Module):
         settings = Settings.current()
         path, v41 = get_model().model_path, config_of(config)
         if device.type == "cpu":
-            torch.set_num_threads(compute_threads(v41.hidden_size, len(os.sched_getaffinity(0))))
+            cores = len(os.sched_getaffinity(0)) // get_parallel().tp_size
+            torch.set_num_threads(compute_threads(v41.hidden_size, max(cores, 1)))
         self.checkpoint: Checkpoint | None = Checkpoint.open(path, v41)
         self.debug = settings.debug
         ops = select(device.type, settings.provider, dict(settings.ops))
-        self.network = Network(v41, ops, profile_named(settings.profile), EngramTable.load(path, v41))
+        self.parallel = parallel_of_server(settings)
+        table = EngramTable.load(path, v41)
+        self.network = Network(v41, ops, profile_named(settings.profile), table, self.parallel)
         self.lm_head = Head(self.network)
-        self.logits_processor = LogitsProcessor(config)
+        self.logits_processor = LogitsProcessor(config, skip_all_gather=True)  # the network gathers its own logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Read the checkpoint straight into the parameters, a progress bar on stderr. SGLang's own iterator is left
@@ -53,7 +58,7 @@ class DeepInferForCausalLM(nn.Module):
         del weights
         if self.checkpoint is None:
             raise NotImplementedError("weights are loaded once; restart the server to serve others")
-        load_into(self.network, self.checkpoint)
+        load_into(self.network, self.checkpoint.part(self.parallel.place, self.network.config))
         if self.network.dspark is not None:
             self.network.dspark.has_confidence = self.checkpoint.has_confidence
         self.checkpoint = None
@@ -65,12 +70,13 @@ class DeepInferForCausalLM(nn.Module):
         """Next-token logits float32, and what else the batch asks of SGLang's LogitsProcessor (prompt logprobs,
         hidden states)."""
         backend: Any = get_attn_backend()
-        rows = backend.forward_metadata
+        rows, pool = backend.forward_metadata, backend.token_to_kv_pool
         if rows is None:
+            if self.parallel.groups > 1:  # others may have rows for the experts that lie here
+                self.network(Rows.none(input_ids.device), pool.pages, pool.state)
             return LogitsProcessorOutput(
                 next_token_logits=torch.empty(0, self.network.config.vocab_size, device=input_ids.device)
             )
-        pool = backend.token_to_kv_pool
         if self.debug:
             check_window(rows, pool.state, self.network.config.window)
         hidden = backend.step(rows)

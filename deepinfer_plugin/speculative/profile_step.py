@@ -42,6 +42,7 @@ def key(network: Network, captured: Sequence[int]) -> dict[str, str]:
         "ops": json.dumps(network.ops.choices, sort_keys=True),
         "profile": network.profile.name,
         "captured": json.dumps(captured),
+        "ranks": f"{network.parallel.place.heads.of} of heads, {network.parallel.place.experts.of} of experts",
         "version": metadata.version("deepinfer_plugin"),
     }
 
@@ -55,13 +56,15 @@ def usual_rows(device: torch.device, most: int) -> tuple[int, ...]:
 
 def step_curve(step: EagerStep, most: int, directory: Path) -> Curve:
     """The curve for steps of up to ``most`` rows, from ``directory`` or measured and kept there."""
-    device = step.network.norm.weight.device
+    device, parallel = step.network.norm.weight.device, step.network.parallel
     cache = CurveCache(directory, key(step.network, step.rows))
-    known, rows = cache.load(), step.rows or usual_rows(device, most)
+    rows = step.rows or usual_rows(device, most)
+    # One rank's file and one rank's clock: a step takes all of them equally long, and a measurement needs all.
+    known = parallel.agree_everywhere(cache.load())
     if known is not None and known.rows[-1] >= rows[-1]:
         logger.info("step cost, measured before (%s):\n%s", cache.path, known.table())
         return known
-    curve = measure_step(step, rows)
+    curve = parallel.agree_everywhere(measure_step(step, rows))
     logger.info("step cost, measured now:\n%s", curve.table())
     cache.store(curve)
     return curve

@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from deepinfer_plugin.model.parallel import Parallel, Single
 
 from ..runtime.transfer import to_device, to_host
 from .calibration import Calibration
@@ -83,7 +85,9 @@ class Schedule:
         block: int,
         device: torch.device | str,
         calibration: Calibration | None = None,
+        parallel: Parallel | None = None,
     ):
+        self.parallel = parallel or Single()
         self.block, self.device = block, device
         self.planner, self.metrics = Planner(cost, block), SpeculationMetrics(block)
         self.calibration = calibration or Calibration.neutral(block)
@@ -143,6 +147,9 @@ class Schedule:
             to_device(attended, self.device),
             plan.price,
         )
+        # The cost of a step is what each rank's own clock says, so the ranks of a group may have planned differently.
+        total, self.drafts = self.parallel.agree((plan.total, self.drafts))
+        plan, lengths = replace(plan, total=total), self.parallel.agree_tensor(lengths)
         rows = VerifyRows(lengths, plan.total, self.block + 1)
         on_host = (to_host(survivals), to_host(lengths))
         self.running.append(Round(plan, rows, most, attended, *on_host, self.drafts, Moment(self.device)))

@@ -45,6 +45,7 @@ class DSparkWorker(BaseSpecWorker):
         self._draft_worker = None
         self.model_runner, self.device = target_worker.model_runner, target_worker.device
         self.dspark = self.model_runner.model.network.dspark
+        self.parallel = self.model_runner.model.network.parallel
         self.block = self.dspark.dspark.block_size
         self.speculative_num_draft_tokens = self.width = self.block + 1
         self.speculative_num_steps, self.topk = self.block, 1
@@ -87,7 +88,7 @@ class DSparkWorker(BaseSpecWorker):
         if settings.speculation != "fixed":
             calibration = calibration_of(self.model_runner.server_args.model_path, settings.calibration, self.block)
             schedule = self.schedule_by(self._step_cost(), calibration)
-            if get_observability().enable_metrics:
+            if get_observability().enable_metrics and self.parallel.leads:
                 self.exporter = Exporter(schedule.metrics)
 
     def _capture(self) -> None:
@@ -107,7 +108,7 @@ class DSparkWorker(BaseSpecWorker):
             return StepCost(step_curve(backend.step, most, cache_directory()))
 
     def schedule_by(self, cost: StepCost, calibration: Calibration | None = None) -> Schedule:
-        self.schedule = Schedule(cost, self.drafts.shape[0], self.block, self.device, calibration)
+        self.schedule = Schedule(cost, self.drafts.shape[0], self.block, self.device, calibration, self.parallel)
         return self.schedule
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
@@ -131,6 +132,7 @@ class DSparkWorker(BaseSpecWorker):
         if batch.forward_mode.is_idle():
             result = self._target_worker.forward_batch_generation(batch)
             result.next_draft_input = DraftInput.empty(self.device)
+            self._draft_beside_others()
             return result
         if batch.forward_mode.is_extend():
             return self._prefill(batch, publish)
@@ -147,6 +149,8 @@ class DSparkWorker(BaseSpecWorker):
                 end >= len(request.full_untruncated_fill_ids) for request, end in zip(batch.reqs, ends, strict=True)
             ]
             self._draft(batch, result.next_token_ids, batch.seq_lens, whole)
+        else:
+            self._draft_beside_others()
         return result
 
     def _decode(self, batch: Any, publish: Publish) -> GenerationBatchResult:
@@ -218,6 +222,7 @@ class DSparkWorker(BaseSpecWorker):
         """Draft after the newest tokens int64 [B] at ``positions`` int64 [B], for requests that will verify drafts."""
         if self.schedule is not None and not self.schedule.drafts:
             self.schedule.skipped(batch.req_pool_indices_cpu.tolist())
+            self._draft_beside_others()
             return
         drafting = [
             index
@@ -225,6 +230,7 @@ class DSparkWorker(BaseSpecWorker):
             if wants and not only_its_newest_token(request)
         ]
         if not drafting:
+            self._draft_beside_others()
             return
         slots = batch.req_pool_indices.to(torch.int64)
         if len(drafting) < len(wanted):
@@ -236,6 +242,13 @@ class DSparkWorker(BaseSpecWorker):
             host_slots = batch.req_pool_indices_cpu.tolist()
             owners = [id_of(batch.reqs[index]) for index in drafting]
             self.schedule.drafted(slots, [host_slots[index] for index in drafting], owners, draft.confidence)
+
+    def _draft_beside_others(self) -> None:
+        """Draft nothing, with the ranks of other attention groups that may have something to draft: experts of theirs
+        are here."""
+        if self.parallel.groups > 1:
+            nothing, pool = torch.empty(0, dtype=torch.int64, device=self.device), self.model_runner.token_to_kv_pool
+            self.dspark.draft(nothing, nothing, nothing, pool.state, pool.pages)
 
 
 def id_of(request: Any) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepinfer_plugin.model.parallel import Single
 from deepinfer_plugin.speculative.pause import FIRST, LAST, Pause
 from deepinfer_plugin.speculative.planner import FEW, LAG
 from deepinfer_plugin.speculative.schedule import Schedule
@@ -116,3 +117,20 @@ class TestSchedule:
 
     def test_good_drafts_that_cost_more_than_they_bring(self):
         assert self.serve(right=1, logit=3.0, drafting=3.0, rounds=400) < 0.05
+
+
+def test_a_group_does_what_its_first_rank_decides():
+    """Clocks differ between ranks, and so do plans; the rows, and whether to draft, are the first rank's."""
+
+    class Follower(Single):
+        def agree(self, value):
+            return (4, False)
+
+        def agree_tensor(self, x):
+            return torch.tensor([1, 3])
+
+    schedule = Schedule(StepCost(Curve((1, 2), (1.0, 1.1), padded=False)), 3, 5, "cpu", parallel=Follower())
+    schedule.drafted(torch.tensor([1, 2]), [1, 2], [1, 2], torch.full((2, 5), 9.0))
+    rows = schedule.rows(torch.tensor([1, 2]), [1, 2], [1, 2], [5, 5], [10, 10])
+    assert (rows.total, rows.lengths.tolist(), schedule.drafts) == (4, [1, 3], False)
+    assert (schedule.running[-1].plan.total, schedule.running[-1].lengths.tolist()) == (4, [1, 3])

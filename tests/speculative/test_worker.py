@@ -329,6 +329,7 @@ def test_accept_lengths_are_counted_right(model):
     class Network:
         config = model.config
         norm = model.network.norm
+        parallel = model.network.parallel
 
         class dspark:
             dspark = model.network.dspark.dspark

@@ -1,0 +1,88 @@
+"""Several ranks on the command line: which of SGLang's numbers divide this model, and how the ranks share a machine.
+
+``--tp-size`` is the number of all ranks, ``--attn-dp-size`` (or ``--dp-size`` with ``--enable-dp-attention``) that of
+the attention groups among them. Experts are always divided among all ranks, whole ones each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .model.config import V41Config
+    from .model.place import Place
+
+BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+SAME_TOKENS = "SYNC_TOKEN_IDS_ACROSS_TP"
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """``total`` ranks in ``groups`` attention groups."""
+
+    total: int = 1
+    groups: int = 1
+
+    @classmethod
+    def of(cls, view: Any) -> RankCounts:
+        return cls(max(view.tp_size, 1), max(view.attn_dp_size, 1))
+
+    @property
+    def group_size(self) -> int:
+        return max(self.total // self.groups, 1)
+
+    @property
+    def largest(self) -> Place:
+        """Of a rank that holds as much as any: where parts are not equal, the first is the largest."""
+        from .model.place import Place, Share
+
+        return Place(Share(0, self.group_size), Share(0, self.total))
+
+
+def conflicts(view: Any, config: V41Config) -> Iterator[str]:
+    """Numbers of ranks that cannot work, with the legal ones."""
+    from .model.place import PlaceError, check_place
+
+    ranks = RankCounts.of(view)
+    if view.dp_size > 1:
+        yield (
+            f"--dp-size {view.dp_size}: replicas are servers of their own; start as many behind SGLang's router, or "
+            "add --enable-dp-attention for groups of ranks that share the experts"
+        )
+    if ranks.total % ranks.groups:
+        legal = ", ".join(str(n) for n in range(1, ranks.total + 1) if ranks.total % n == 0)
+        yield f"--attn-dp-size {ranks.groups}: it must divide --tp-size {ranks.total}; legal: {legal}"
+        return
+    if view.ep_size not in (1, ranks.total):
+        legal = " or ".join(sorted({"1", str(ranks.total)}))
+        yield f"--ep-size {view.ep_size}: experts are divided among all --tp-size {ranks.total} ranks; legal: {legal}"
+    try:
+        check_place(config, ranks.group_size, ranks.total)
+    except PlaceError as error:
+        given = f"--tp-size {ranks.total}" + (f" --attn-dp-size {ranks.groups}" if ranks.groups > 1 else "")
+        yield from (f"{given}: {problem}" for problem in error.problems)
+
+
+def share_machine(ranks: RankCounts, cores: Sequence[int], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Tell SGLang, through the environment that its processes inherit, which cores a rank has on a machine without
+    accelerators: it wants a NUMA node for each and refuses to start with fewer. What the user has set stays."""
+    if ranks.total > 1:
+        environ.setdefault(BINDING, "|".join(",".join(map(str, part)) for part in core_parts(ranks.total, cores)))
+
+
+def core_parts(ranks: int, cores: Sequence[int]) -> list[list[int]]:
+    """The cores of each rank; with more ranks than cores some share one."""
+    count = len(cores)
+    if ranks > count:
+        return [[cores[rank % count]] for rank in range(ranks)]
+    return [list(cores[rank * count // ranks : (rank + 1) * count // ranks]) for rank in range(ranks)]
+
+
+def same_tokens(ranks: RankCounts, environ: MutableMapping[str, str] = os.environ) -> None:
+    """SGLang's sampler agrees on every token within an attention group. Off by default there: equal logits on all ranks
+    usually give equal tokens, and what follows from a rare exception is a hang."""
+    if ranks.group_size > 1:
+        environ.setdefault(SAME_TOKENS, "1")

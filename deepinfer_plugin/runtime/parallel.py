@@ -1,0 +1,56 @@
+"""The network's ``Parallel`` over SGLang's process groups."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from deepinfer_plugin.model.parallel import Alone, Parallel, Ranks, Single
+from deepinfer_plugin.model.torch_group import TorchGroup
+from deepinfer_plugin.runtime.watchdog import Board, Watchdog, end_server
+from deepinfer_plugin.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def parallel_of_server(settings: Settings) -> Parallel:
+    """The ranks of the server this process belongs to; from here on they watch each other.
+
+    SGLang numbers its tensor-parallel ranks attention group by attention group, which is our order. Tensors go through
+    its groups of the device, numbers through those of the host.
+    """
+    sizes = get_parallel()
+    if sizes.tp_size == 1:
+        return Single()
+    everyone, group = sizes.tp_group, sizes.attn_tp_group
+    world = TorchGroup(everyone.device_group, everyone.cpu_group)
+    if settings.rank_patience_s:
+        watchdog = _watch(world, settings.rank_patience_s)
+        world.waiting = watchdog.waiting
+    own: Any = Alone()
+    if sizes.attn_tp_size > 1:
+        own = TorchGroup(group.device_group, group.cpu_group, world.waiting)
+    logger.info(
+        "rank %d of %d, in attention group %d of %d ranks: heads and vocabulary in %d parts, experts in %d",
+        world.rank,
+        world.size,
+        world.rank // own.size,
+        own.size,
+        own.size,
+        world.size,
+    )
+    return Ranks(own, world, check=settings.check_ranks)
+
+
+def _watch(world: TorchGroup, patience_s: int) -> Watchdog:
+    """One machine only: ranks on others could not see the board (``--nnodes`` is refused)."""
+    path = world.from_first(Board.create(world.size) if world.rank == 0 else None)
+    board = Board(path, world.size)
+    world.host_gather([0])  # everybody has it open
+    if world.rank == 0:
+        path.unlink()
+    watchdog = Watchdog(board, world.rank, patience_s, lambda reason: end_server(world.rank, reason))
+    watchdog.start()
+    return watchdog

@@ -1,0 +1,32 @@
+"""How ranks share a machine, and what a group of them agrees on."""
+
+from deepinfer_plugin.ranks import BINDING, SAME_TOKENS, RankCounts, core_parts, same_tokens, share_machine
+
+
+def test_cores_are_divided_and_shared_where_there_are_too_few():
+    assert core_parts(2, [0, 1]) == [[0], [1]]
+    assert core_parts(2, [4, 5, 6, 7, 9]) == [[4, 5], [6, 7, 9]]
+    assert core_parts(4, [2, 3]) == [[2], [3], [2], [3]]
+
+
+def test_binding_is_set_for_several_ranks_and_never_replaced():
+    found = {}
+    share_machine(RankCounts(1, 1), [0, 1, 2], found)
+    assert found == {}
+    share_machine(RankCounts(2, 1), [0, 1, 2], found)
+    assert found == {BINDING: "0|1,2"}
+    share_machine(RankCounts(2, 1), [7], found)
+    assert found == {BINDING: "0|1,2"}
+
+
+def test_ranks_with_the_same_rows_agree_on_tokens():
+    for counts, expected in ((RankCounts(2, 1), {SAME_TOKENS: "1"}), (RankCounts(2, 2), {}), (RankCounts(), {})):
+        found = {}
+        same_tokens(counts, found)
+        assert found == expected
+
+
+def test_the_first_rank_is_the_largest():
+    place = RankCounts(4, 2).largest
+    assert (place.heads.of, place.experts.of) == (2, 4)
+    assert len(place.experts.part(10)) == 3
