@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .model.place import Place
 
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+SAME_MEMORY = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 SAME_TOKENS = "SYNC_TOKEN_IDS_ACROSS_TP"
 
 
@@ -67,10 +68,12 @@ def conflicts(view: Any, config: V41Config) -> Iterator[str]:
 
 
 def share_machine(ranks: RankCounts, cores: Sequence[int], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Tell SGLang, through the environment that its processes inherit, which cores a rank has on a machine without
-    accelerators: it wants a NUMA node for each and refuses to start with fewer. What the user has set stays."""
+    """Tell SGLang, through the environment that its processes inherit, what ranks have on a machine without
+    accelerators. Cores: it wants a NUMA node for each rank and refuses to start with fewer. Memory is one for all, so
+    ranks that find different amounts free have only looked at different moments. What the user has set stays."""
     if ranks.total > 1:
         environ.setdefault(BINDING, "|".join(",".join(map(str, part)) for part in core_parts(ranks.total, cores)))
+        environ.setdefault(SAME_MEMORY, "0")
 
 
 def core_parts(ranks: int, cores: Sequence[int]) -> list[list[int]]:

@@ -149,3 +149,22 @@ def test_no_checkpoint(plan, tiny, tmp_path):
     shutil.copy(tiny / INDEX, tmp_path)
     code, _, err = plan(tmp_path)
     assert code == 2 and "model-00001-of-00003.safetensors: file is missing" in err
+
+
+def test_a_rank_has_its_part_of_the_weights_and_requests(deepinfer, tiny):
+    def planned(*flags):
+        code, out, _ = deepinfer("plan", tiny, "--memory-gib", 1, "--json", *flags)
+        assert code == 0
+        return json.loads(out)
+
+    alone, two, grouped = planned(), planned("--ranks", 2), planned("--tp-size", 2, "--attn-dp-size", 2)
+    assert two["running_requests"] == alone["running_requests"] == 2 * grouped["running_requests"]
+    assert two["weight_bytes"] < grouped["weight_bytes"] < alone["weight_bytes"], "heads are whole in a group of one"
+    assert two["page_bytes"] == alone["page_bytes"]
+
+
+def test_ranks_that_do_not_divide_the_model(deepinfer, tiny):
+    code, _, complaint = deepinfer("plan", tiny, "--memory-gib", 1, "--ranks", 3)
+    assert code == 2 and "4 attention heads do not divide among 3 ranks of attention; legal: 1, 2" in complaint
+    code, _, complaint = deepinfer("plan", tiny, "--memory-gib", 1, "--ranks", 4, "--groups", 3)
+    assert code == 2 and "--groups 3" in complaint

@@ -50,6 +50,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="keep no more tokens of prefix (default: what memory holds, without an accelerator 256 MiB of them)",
     )
     parser.add_argument(
+        "--ranks",
+        "--tp-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="divide the model among N accelerators; what is said is then of one of them (default 1)",
+    )
+    parser.add_argument(
+        "--groups",
+        "--attn-dp-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="attention groups among the ranks, each with requests of its own (default 1)",
+    )
+    parser.add_argument(
         "--memory-gib",
         type=_memory,
         metavar="X",
@@ -74,6 +90,8 @@ def _memory(gibibytes: str) -> int:
 def run(args: argparse.Namespace) -> int:
     from ..model.checkpoint import Checkpoint
     from ..model.config import V41Config
+    from ..model.place import check_place
+    from ..ranks import RankCounts
     from ..runtime.memory_plan import INPUT_BYTES, plan
     from ..settings import Settings
 
@@ -83,7 +101,14 @@ def run(args: argparse.Namespace) -> int:
         running = arguments.default_running(on_cpu)
     try:
         config = V41Config.load(args.dir)
-        weight_bytes = Checkpoint.open(args.dir, config).nbytes
+        if args.groups < 1 or args.ranks < 1 or args.ranks % args.groups:
+            raise ValueError(f"--groups {args.groups}: it must divide --ranks {args.ranks}")
+        ranks = RankCounts(args.ranks, args.groups)
+        check_place(config, ranks.group_size, ranks.total)
+        weight_bytes = Checkpoint.open(args.dir, config).part(ranks.largest, config).nbytes
+        running = running // ranks.groups or min(running, 1)  # of one group
+        if on_cpu:
+            memory //= ranks.total
         if tokens is None and on_cpu:
             cap = Settings.read().cpu_kv_mib << 20
             tokens = arguments.cpu_tokens(config, args.page_size, running, None, cap)

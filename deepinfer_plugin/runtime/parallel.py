@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
@@ -33,11 +34,11 @@ def parallel_of_server(settings: Settings) -> Parallel:
     if sizes.attn_tp_size > 1:
         own = TorchGroup(group.device_group, group.cpu_group, world.waiting)
     logger.info(
-        "rank %d of %d, in attention group %d of %d ranks: heads and vocabulary in %d parts, experts in %d",
+        "rank %d of %d (process %d) in attention group %d: heads divided by %d, experts by %d",
         world.rank,
         world.size,
+        os.getpid(),
         world.rank // own.size,
-        own.size,
         own.size,
         world.size,
     )
@@ -51,6 +52,6 @@ def _watch(world: TorchGroup, patience_s: int) -> Watchdog:
     world.host_gather([0])  # everybody has it open
     if world.rank == 0:
         path.unlink()
-    watchdog = Watchdog(board, world.rank, patience_s, lambda reason: end_server(world.rank, reason))
+    watchdog = Watchdog(board, world.rank, patience_s, lambda blame: end_server(world.rank, blame))
     watchdog.start()
     return watchdog

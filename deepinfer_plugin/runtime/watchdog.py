@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,13 +46,21 @@ class Board:
         return Path(name)
 
 
+@dataclass(frozen=True)
+class Blame:
+    """Why the ranks cannot go on. ``process``: of the rank to blame; None if all are."""
+
+    reason: str
+    process: int | None = None
+
+
 class Watchdog:
     """Watches the ranks of a board in a thread; ``waiting`` is entered around every wait for others.
 
-    blame: called once, from the thread, with the reason to end.
+    blame: called once, from the thread, to end this rank.
     """
 
-    def __init__(self, board: Board, rank: int, patience_s: float, blame: Callable[[str], object]):
+    def __init__(self, board: Board, rank: int, patience_s: float, blame: Callable[[Blame], object]):
         self.board, self.rank, self.patience_s, self.blame = board, rank, patience_s, blame
         self.own = board.lines[rank]
         self.own[PROCESS] = os.getpid()
@@ -77,9 +86,12 @@ class Watchdog:
             own[ENDED] += 1
 
     def _leave(self) -> None:
-        """A rank that ends in good order is nobody's fault."""
+        """A rank that ends in good order is nobody's fault. One that ends because a collective failed says why it did:
+        the collective only knows that a connection is gone."""
         self.stop()
         self.own[PROCESS] = 0
+        if found := self.verdict():
+            print(f"error: {found.reason}; rank {self.rank} ends", file=sys.stderr, flush=True)
 
     def _beat(self) -> None:
         self.own[ALIVE] = time.monotonic_ns()
@@ -90,11 +102,11 @@ class Watchdog:
             self._beat()
             if paused:  # perhaps the whole machine was, and the others have not caught up yet
                 continue
-            if reason := self.verdict():
-                self.blame(reason)
+            if found := self.verdict():
+                self.blame(found)
                 return
 
-    def verdict(self) -> str | None:
+    def verdict(self) -> Blame | None:
         """Which other rank is to blame for what; None: nobody."""
         now, lines = time.monotonic_ns(), np.array(self.board.lines)
         for rank, (process, alive, *_) in enumerate(lines.tolist()):
@@ -102,9 +114,9 @@ class Watchdog:
                 continue
             name = f"rank {rank} (process {process})"
             if not _runs(process):
-                return f"{name} died"
+                return Blame(f"{name} died", process)
             if now - alive > SILENCE_S * 1e9:
-                return f"{name} has given no sign of life for {(now - alive) / 1e9:.0f} s"
+                return Blame(f"{name} has given no sign of life for {(now - alive) / 1e9:.0f} s", process)
         begun, ended, since = self.own[BEGUN], self.own[ENDED], self.own[WAITS_SINCE]
         if begun == ended or now - since < self.patience_s * 1e9:
             return None
@@ -112,16 +124,15 @@ class Watchdog:
         late = [rank for rank, line in enumerate(lines) if line[PROCESS] and line[BEGUN] < begun]
         if not late:
             if (lines[:, BEGUN] == begun).all() and (lines[:, ENDED] < begun).all():
-                return (
+                return Blame(
                     f"all ranks have waited for each other for {(now - since) / 1e9:.0f} s: they disagree about what "
                     "to exchange (--deepinfer-check-ranks finds out who)"
                 )
             return None
         rank = min(late, key=lambda late_rank: lines[late_rank][BEGUN])
-        return (
-            f"rank {rank} (process {lines[rank][PROCESS]}) hangs: rank {self.rank} has waited "
-            f"{(now - since) / 1e9:.0f} s for it (limit {self.patience_s:g} s)"
-        )
+        process = int(lines[rank][PROCESS])
+        waited = f"rank {self.rank} has waited {(now - since) / 1e9:.0f} s for it (limit {self.patience_s:g} s)"
+        return Blame(f"rank {rank} (process {process}) hangs: {waited}", process)
 
 
 def _runs(process: int) -> bool:
@@ -131,10 +142,13 @@ def _runs(process: int) -> bool:
         return False
 
 
-def end_server(rank: int, reason: str) -> NoReturn:
-    """End this rank's process at once, and let SGLang end the rest of the server. The main thread waits inside a
-    collective and cannot be asked."""
-    print(f"error: {reason}; rank {rank} ends, and the server with it", file=sys.stderr, flush=True)
+def end_server(rank: int, blame: Blame) -> NoReturn:
+    """End this rank's process and the one to blame, and let SGLang end the rest of the server. The main thread waits
+    inside a collective and cannot be asked; a rank that hangs would keep SGLang waiting for a minute."""
+    print(f"error: {blame.reason}; rank {rank} ends, and the server with it", file=sys.stderr, flush=True)
+    if blame.process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(blame.process, signal.SIGKILL)
     parent = psutil.Process().parent()
     if parent is not None:
         parent.send_signal(signal.SIGQUIT)  # what SGLang's own ranks do when they fail

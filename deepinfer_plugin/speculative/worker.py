@@ -247,8 +247,8 @@ class DSparkWorker(BaseSpecWorker):
         """Draft nothing, with the ranks of other attention groups that may have something to draft: experts of theirs
         are here."""
         if self.parallel.groups > 1:
-            nothing, pool = torch.empty(0, dtype=torch.int64, device=self.device), self.model_runner.token_to_kv_pool
-            self.dspark.draft(nothing, nothing, nothing, pool.state, pool.pages)
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            self.drafter(nothing, nothing, nothing)
 
 
 def id_of(request: Any) -> int:

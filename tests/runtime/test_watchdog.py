@@ -9,7 +9,7 @@ import time
 import pytest
 
 from deepinfer_plugin.runtime import watchdog
-from deepinfer_plugin.runtime.watchdog import ALIVE, BEGUN, ENDED, PROCESS, Board, Watchdog
+from deepinfer_plugin.runtime.watchdog import ALIVE, BEGUN, ENDED, PROCESS, Blame, Board, Watchdog
 
 PATIENCE_S = 0.2
 
@@ -18,7 +18,7 @@ PATIENCE_S = 0.2
 def ranks():
     """Three watchdogs of this process on one board, none of them running."""
     path = Board.create(3)
-    made = [Watchdog(Board(path, 3), rank, PATIENCE_S, lambda reason: None) for rank in range(3)]
+    made = [Watchdog(Board(path, 3), rank, PATIENCE_S, lambda blame: None) for rank in range(3)]
     path.unlink()
     return made
 
@@ -41,7 +41,7 @@ def test_the_rank_that_others_wait_for_is_named(ranks):
     begin(ranks[1], 2)
     ranks[2].own[BEGUN] = ranks[2].own[ENDED] = 1
     for dog in ranks[:2]:
-        assert dog.verdict().startswith(f"rank 2 (process {os.getpid()}) hangs: rank {dog.rank} has waited")
+        assert dog.verdict().reason.startswith(f"rank 2 (process {os.getpid()}) hangs: rank {dog.rank} has waited")
     assert ranks[2].verdict() is None, "it does not wait, it is waited for"
 
 
@@ -55,7 +55,7 @@ def test_a_rank_that_has_left_the_wait_is_not_late(ranks):
 def test_ranks_that_wait_for_each_other(ranks):
     for dog in ranks:
         begin(dog)
-    assert "all ranks have waited for each other" in ranks[1].verdict()
+    assert "all ranks have waited for each other" in ranks[1].verdict().reason
 
 
 def test_a_process_that_ended_is_named(ranks):
@@ -64,7 +64,7 @@ def test_a_process_that_ended_is_named(ranks):
     deadline = time.monotonic() + 60
     while ranks[0].verdict() is None and time.monotonic() < deadline:
         time.sleep(0.05)  # until it is a zombie; nobody has asked for its exit code
-    assert ranks[0].verdict() == f"rank 1 (process {ended.pid}) died"
+    assert ranks[0].verdict() == Blame(f"rank 1 (process {ended.pid}) died", ended.pid)
     ended.wait()
     ranks[1].own[PROCESS] = 0
     assert ranks[0].verdict() is None, "it left in good order"
@@ -72,13 +72,13 @@ def test_a_process_that_ended_is_named(ranks):
 
 def test_a_process_without_a_sign_of_life_is_named(ranks):
     ranks[2].own[ALIVE] -= int(2 * watchdog.SILENCE_S * 1e9)
-    assert ranks[0].verdict().startswith(f"rank 2 (process {os.getpid()}) has given no sign of life for 30 s")
+    assert ranks[0].verdict().reason.startswith(f"rank 2 (process {os.getpid()}) has given no sign of life for 30 s")
 
 
 def test_the_thread_tells(ranks, monkeypatch):
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.05)
     told = threading.Event()
-    ranks[0].blame = lambda reason: "rank 1" in reason and told.set()
+    ranks[0].blame = lambda blame: "rank 1" in blame.reason and told.set()
     begin(ranks[0])
     begin(ranks[2])
     ranks[0].start()

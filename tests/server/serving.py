@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,8 +257,10 @@ class Servers:
     """Starts servers as tests ask for them, on the checkpoint at ``model_path`` unless a variant has its own. While one
     works the next one planned starts up beside it; never more than two are alive."""
 
-    def __init__(self, model_path: Path, logs: Path, planned: Sequence[str]):
-        self.model_path, self.logs, self.planned = model_path, logs, list(planned)
+    def __init__(
+        self, model_path: Path, logs: Path, planned: Sequence[str], variants: Mapping[str, Variant] = VARIANTS
+    ):
+        self.model_path, self.logs, self.planned, self.variants = model_path, logs, list(planned), variants
         self.alive: dict[str, Served] = {}
 
     def begin(self) -> None:
@@ -284,7 +286,7 @@ class Servers:
         return after[0] if after else None
 
     def _start(self, name: str) -> Served:
-        variant = VARIANTS[name]
+        variant = self.variants[name]
         server = LocalServer(
             variant.checkpoint or self.model_path,
             *variant.flags,

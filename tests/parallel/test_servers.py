@@ -1,0 +1,130 @@
+"""Servers of several ranks answer what one rank answers, and end when a rank does."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import psutil
+import pytest
+from heldout import HeldOut, chat_prompts, code_prompts
+
+from deepinfer_plugin.model import V41
+from tests.server.reference import same
+from tests.server.serving import TRAINED
+
+pytestmark = pytest.mark.server
+NEW = 24  # most tokens of an answer
+END_S = 30  # after a rank has died or stopped
+SLOW_S, PAUSES = 0.2, 15
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Prompts and the library's answers on one rank: a rank's drafts are often right on these."""
+    held_out, model = HeldOut.load(TRAINED), V41.load(TRAINED)
+    prompts = code_prompts(held_out.code, 3) + chat_prompts(held_out.chats, 3)
+    return [(prompt, model.generate(prompt, NEW)) for prompt in prompts]
+
+
+def processes(form):
+    """The processes of the ranks, by rank."""
+    found = re.findall(r"rank (\d) of \d \(process (\d+)\)", form.log())
+    return [psutil.Process(int(number)) for _, number in sorted(found)]
+
+
+def runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check(form, expected, at_once):
+    def send(ids):
+        return form.generate(ids, NEW, sampling={"ignore_eos": False})
+
+    answers = form.together(send, [(ids,) for ids, _ in expected], at_once)
+    for (ids, right), answer in zip(expected, answers, strict=True):
+        same(answer.ids, right, f"prompt of {len(ids)}, {at_once} at once")
+
+
+def check_end(form, others, since):
+    """The other ranks end in time, for the reason that is returned; so does the server."""
+    while any(runs(other) for other in others):
+        assert time.monotonic() - since < END_S, f"other ranks still run\n{form.server.tail()}"
+        time.sleep(0.1)
+    form.server.process.wait(timeout=60)
+    return form.log()
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def on(*names):
+    return pytest.mark.parametrize("form", names, indirect=True)
+
+
+@on("TP2")
+def test_two_ranks_that_divide_the_heads(form, expected):
+    check(form, expected, at_once=4)
+    check(form, expected[:1], at_once=1)
+
+
+@on("TP2")
+def test_a_slow_rank_is_waited_for(form, expected):
+    """Every 0.4 s rank 1 stands still for 0.2 s: nobody complains, and nothing changes."""
+    slow, done = processes(form)[1], threading.Event()
+
+    def stumble():
+        for _ in range(PAUSES):
+            slow.suspend()
+            time.sleep(SLOW_S)
+            slow.resume()
+            if done.wait(SLOW_S):
+                return
+
+    thread = threading.Thread(target=stumble)
+    thread.start()
+    try:
+        check(form, expected[:4], at_once=4)
+    finally:
+        done.set()
+        thread.join()
+    assert "error: rank" not in form.log()
+
+
+@on("TP2")
+def test_a_killed_rank_ends_the_server(form):
+    first, second = processes(form)
+    stream = form.stream(list(range(20, 60)), 200)
+    next(stream)
+    second.kill()
+    log = check_end(form, [first], time.monotonic())
+    stream.close()
+    assert f"error: rank 1 (process {second.pid}) died; rank 0 ends" in log
+
+
+@on("DP2xEP2", "DP2xEP2, no speculation")
+def test_two_groups_that_divide_the_experts(form, expected):
+    check(form, expected, at_once=4)
+
+
+@on("DP2xEP2", "DP2xEP2, no speculation")
+def test_a_group_with_nothing_to_do_takes_part(form, expected):
+    check(form, expected[1:3], at_once=1)
+
+
+@on("DP2xEP2")
+def test_a_stopped_rank_ends_the_server(form):
+    """It still exists, and holds its connections open."""
+    first, second = processes(form)
+    since = time.monotonic()
+    second.suspend()
+    try:
+        log = check_end(form, [first], since)
+    finally:
+        if second.is_running():
+            second.kill()
+    assert f"error: rank 1 (process {second.pid}) has given no sign of life" in log
