@@ -215,7 +215,11 @@ def wanted(runner: Any) -> bool:
     """Whether SGLang's model runner is to capture: on a GPU, unless a flag says no or the ops cannot be captured."""
     if torch.device(runner.device).type != "cuda":
         return False
-    uncapturable = [op for op, name in runner.model.network.ops.choices.items() if name == "reference"]
+    network = runner.model.network
+    if network.parallel.place.heads.of * network.parallel.place.experts.of > 1:
+        logger.warning("no CUDA graphs: what ranks send each other is counted on the host")
+        return False
+    uncapturable = [op for op, name in network.ops.choices.items() if name == "reference"]
     if uncapturable:
         logger.warning("no CUDA graphs: the reference implementation of %s waits for the device", uncapturable[0])
         return False
