@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from deepinfer_plugin.model.dspark import Draft, DSpark
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.rows import Rows
+from deepinfer_plugin.runtime.memory_plan import CapacityError, gib
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NARROWEST = 4096  # tokens of the narrowest page tables that are captured
@@ -107,11 +111,12 @@ class StepGraphs(EagerStep):
         self.counting = torch.arange(most + 1, device=device)
         self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The largest first: what it leaves in the pool is enough for the others.
-        for width in reversed(widths):
-            for count in reversed(rows):
-                inputs = self._inputs(count, width)
-                self._pad(inputs, 0, 0)
-                self.captured[count, width] = graphs.capture(partial(self._run, inputs))
+        for count, width in progress(
+            "steps", [(count, width) for width in reversed(widths) for count in reversed(rows)]
+        ):
+            inputs = self._inputs(count, width)
+            self._pad(inputs, 0, 0)
+            self.captured[count, width] = graphs.capture(partial(self._run, inputs))
 
     def _run(self, inputs: Rows) -> Tensor:
         # What a Rows derives from its fields must be computed by the graph, not found: a new one every time.
@@ -189,7 +194,7 @@ class DraftGraphs(EagerDraft):
         self.inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # anchors, positions, slots
         self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Draft]] = {}
         self._pad(0, most)
-        for count in reversed(counts):
+        for count in progress("drafting", list(reversed(counts))):
             self.captured[count] = graphs.capture(partial(super().__call__, *self.inputs[:, :count]))
 
     def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> Draft:
@@ -227,10 +232,25 @@ def wanted(runner: Any) -> bool:
     return not (given.disable_cuda_graph or given.disable_decode_cuda_graph or given.cuda_graph_backend_decode)
 
 
-def logged(what: str, counts: Iterable[int], work: Callable[[], Any]) -> Any:
-    """Do ``work``, which captures; say what it took."""
+def progress(what: str, work: Sequence[T]) -> Iterable[T]:
+    """A bar on stderr: kernels compile at their first capture, which takes minutes on a new machine."""
+    return tqdm(work, desc=f"capturing {what}", unit="graph", file=sys.stderr)
+
+
+def logged(what: str, counts: Sequence[int], work: Callable[[], T]) -> T:
+    """Do ``work``, which captures; say what it took.
+
+    Raises:
+        CapacityError: the memory that weights and pools leave is too little.
+    """
     start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-    result = work()
-    used = (free - torch.cuda.mem_get_info()[0]) / 2**30
-    logger.info("captured %s at %s: %.1f s, %.2f GiB", what, list(counts), time.perf_counter() - start, used)
+    try:
+        result = work()
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"capturing {what} of up to {counts[-1]} rows does not fit the {gib(free)} that weights and pools leave: "
+            "lower --mem-fraction-static or --max-running-requests, or add --disable-cuda-graph"
+        ) from error
+    used = gib(free - torch.cuda.mem_get_info()[0])
+    logger.info("captured %s at %s: %.1f s, %s", what, list(counts), time.perf_counter() - start, used)
     return result
