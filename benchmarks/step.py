@@ -6,9 +6,10 @@ CONFIG is the config.json of a checkpoint. ``--ranks``: expert-parallel ranks, o
 experts (a row chooses as many of them as its choices and those of the other ranks' rows would send here) and of the
 Engram tables. ``--each``: rows of a request, its newest token and the drafts that are verified with it.
 
-Milliseconds are medians of replays of the graphs a server captures: verification with its logits, then drafting. The
-baseline is the same step launched op by op, in the same run. The floor is what the weights and the caches must move
-over 4.3 TB/s, or what the products need at 790 TFLOP/s where that is more, part by part, both measured on an H200.
+Milliseconds are medians of replays of graphs as a server captures them, with page tables as wide as the context:
+verification with its logits, then drafting. The baseline is the same step launched op by op, in the same run. The floor
+is what the weights and the caches must move over 4.3 TB/s, or what the products need at 790 TFLOP/s (bf16) where
+that is more, part by part, both measured on an H200.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def floor_ms(network: Network, rows: Rows, each: int, context: int) -> float:
         if isinstance(module, Linear | GroupedLinear | Dense):
             total += floor_us(module.weight.nbytes, 2 * module.weight.numel() * count)
         elif isinstance(module, Experts):
-            used = min(1.0, count * config.experts_per_token / module.count)
+            used = 1 - (1 - config.experts_per_token / module.count) ** count
             bytes_ = used * sum(value.nbytes for value in module.parameters(recurse=False))
             total += floor_us(bytes_, count * config.experts_per_token * 6 * config.hidden_size * config.expert_dim)
     for layer, ratio in enumerate(config.compress_ratios[: config.num_layers]):

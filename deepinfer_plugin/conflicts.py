@@ -103,6 +103,8 @@ REFUSED = {
     "cuda_graph_backend_decode": "decode runs our own graphs, or none",
     "cuda_graph_bs_decode": "graphs are captured by rows, for as many requests as may run",
     "cuda_graph_max_bs_decode": "graphs are captured by rows, for as many requests as may run",
+    "disable_cuda_graph_padding": "steps are padded to a captured number of rows, or run op by op",
+    "debug_cuda_graph": "it looks into SGLang's own graphs",
 }
 ALSO_LEGAL = {
     "dtype": ("bfloat16",),
@@ -160,19 +162,17 @@ def _refused_fields(server_args: Any) -> Iterator[str]:
         value = getattr(server_args, name)
         if value != defaults[name] and value not in ALSO_LEGAL.get(name, ()):
             yield f"{_flag(name, value)}: {why}"
-    graphs = server_args.cuda_graph_config
-    for phase in ("prefill", "decode"):
-        backend = _graph_backend(graphs, phase)
-        if backend not in (None, "disabled"):
-            yield f"--cuda-graph-config {phase}.backend={backend}: {REFUSED[f'cuda_graph_backend_{phase}']}"
+    for phase, name in (("prefill", "backend"), ("decode", "backend"), ("decode", "bs"), ("decode", "max_bs")):
+        value = graph_field(server_args.cuda_graph_config, phase, name)
+        if value not in (None, "disabled"):
+            yield f"--cuda-graph-config {phase}.{name}={value}: {REFUSED[f'cuda_graph_{name}_{phase}']}"
 
 
-def _graph_backend(graphs: Any, phase: str) -> str | None:
-    if graphs is None:
-        return None
-    if isinstance(graphs, dict):
-        return (graphs.get(phase) or {}).get("backend")
-    return getattr(getattr(graphs, phase, None), "backend", None)
+def graph_field(given: Any, phase: str, name: str) -> Any:
+    """A field of ``--cuda-graph-config`` as given: None, JSON, or SGLang's object."""
+    if given is None or isinstance(given, dict):
+        return ((given or {}).get(phase) or {}).get(name)
+    return getattr(getattr(given, phase, None), name, None)
 
 
 def _flag(name: str, value: Any) -> str:

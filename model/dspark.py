@@ -43,7 +43,7 @@ class Draft:
     """Drafts of B requests."""
 
     tokens: Tensor  # int64 [B, block]
-    base_logits: Tensor  # float32 [B, block, vocab], before the Markov head
+    base_logits: Tensor | None  # float32 [B, block, vocab], before the Markov head; None where nobody reads them
     confidence: (
         Tensor | None
     )  # float32 [B, block] raw: sigmoid and temperature are the runtime's; None without the head

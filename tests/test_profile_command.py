@@ -38,7 +38,7 @@ def model(tiny):
 
 @pytest.fixture
 def cache(model):
-    return CurveCache(profile_step.cache_directory(), profile_step.key(model.network, ()))
+    return CurveCache(profile_step.cache_directory(), profile_step.key(EagerStep(model.network, None, None)))
 
 
 def without_drafts(tiny, path):

@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
         else:  # as a server with default flags captures them
             rows = args.rows or graphs.row_counts(arguments.RUNNING_REQUESTS * (block + 1))
             requests = graphs.row_counts(max(1, rows[-1] // (block + 1)))
-            widths = graphs.table_widths(graphs.NARROWEST * graphs.WIDER, model.page_layout.page_size)
+            widths = graphs.table_widths(graphs.NARROWEST, model.page_layout.page_size)
             captures = graphs.Graphs()
             step = graphs.StepGraphs(captures, network, pages, state, rows, widths)
             drafter = graphs.DraftGraphs(captures, network.dspark, pages, state, requests) if block else None
             curve = measure_step(step, rows)
         drafting = _drafting_curve(drafter, curve) if block else None
 
-    cache = CurveCache(cache_directory(), key(network, step.rows))
+    cache = CurveCache(cache_directory(), key(step))
     print(f"{args.dir} on {cache.key['device']}\n\n{curve.table()}\n\n{curve.plot()}\n")
     if drafting is None:
         print("no draft head: servers schedule nothing and need no curve")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from deepinfer_plugin.conflicts import graph_field
 from deepinfer_plugin.model.dspark import Draft, DSpark
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.network import Network
@@ -37,6 +38,7 @@ class EagerStep:
     """Runs rows through the network: final hidden states [R, H], the caller's to keep."""
 
     rows: Sequence[int] = ()  # the numbers of rows that are captured, ascending
+    widths: Sequence[int] = ()  # of page tables, likewise
 
     def __init__(self, network: Network, pages: PagePool, state: StatePool):
         self.network, self.pages, self.state = network, pages, state
@@ -195,7 +197,7 @@ class DraftGraphs(EagerDraft):
         self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Draft]] = {}
         self._pad(0, most)
         for count in progress("drafting", list(reversed(counts))):
-            self.captured[count] = graphs.capture(partial(super().__call__, *self.inputs[:, :count]))
+            self.captured[count] = graphs.capture(partial(self._run, self.inputs[:, :count]))
 
     def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> Draft:
         count = anchors.shape[0]
@@ -209,7 +211,11 @@ class DraftGraphs(EagerDraft):
         graph, draft = self.captured[padded]
         graph.replay()
         confidence = None if draft.confidence is None else draft.confidence[:count].clone()
-        return Draft(draft.tokens[:count].clone(), draft.base_logits[:count].clone(), confidence)
+        return Draft(draft.tokens[:count].clone(), None, confidence)
+
+    def _run(self, inputs: Tensor) -> Draft:
+        # Logits of a vocabulary for every draft, which nobody reads, would stay in the pool for ever.
+        return dataclasses.replace(super().__call__(*inputs), base_logits=None)
 
     def _pad(self, count: int, padded: int) -> None:
         self.inputs[:, count:padded].zero_()
@@ -225,11 +231,14 @@ def wanted(runner: Any) -> bool:
         logger.warning("no CUDA graphs: what ranks send each other is counted on the host")
         return False
     uncapturable = [op for op, name in network.ops.choices.items() if name == "reference"]
+    if network.profile.dtype == torch.float32:  # some ops of every provider are then the reference's
+        uncapturable.append("the float32 profile")
     if uncapturable:
-        logger.warning("no CUDA graphs: the reference implementation of %s waits for the device", uncapturable[0])
+        logger.warning("no CUDA graphs: the reference implementation of %s waits for the device", uncapturable[-1])
         return False
     given = runner.server_args  # as given: to SGLang's own runners we always declare "disabled"
-    return not (given.disable_cuda_graph or given.disable_decode_cuda_graph or given.cuda_graph_backend_decode)
+    off = given.disable_cuda_graph or given.disable_decode_cuda_graph or given.cuda_graph_backend_decode
+    return not (off or graph_field(given.cuda_graph_config, "decode", "backend"))
 
 
 def progress(what: str, work: Sequence[T]) -> Iterable[T]:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.rows import Rows
-from deepinfer_plugin.runtime.graphs import EagerStep
+from deepinfer_plugin.runtime.graphs import NARROWEST, EagerStep
 
 from .step_cost import Curve, CurveCache, measure, measure_context
 
@@ -24,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_CPU = (1, 2, 4, 8, 16, 32, 64)  # a row there costs milliseconds, and beyond these its price no longer changes
-CONTEXT = 4096  # tokens, for the price of a longer one
+CONTEXT = NARROWEST - 64  # tokens, for the price of a longer one: in the same graphs as short ones
 
 
 def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer_plugin"
 
 
-def key(network: Network, captured: Sequence[int]) -> dict[str, str]:
-    """Everything the time of a step depends on. captured: numbers of rows that run as graphs."""
-    device = network.norm.weight.device
+def key(step: EagerStep) -> dict[str, str]:
+    """Everything the time of a step depends on."""
+    network, device = step.network, step.network.norm.weight.device
     config = hashlib.sha256(repr(network.config).encode()).hexdigest()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return {
@@ -41,7 +40,7 @@ def key(network: Network, captured: Sequence[int]) -> dict[str, str]:
         "device": name,
         "ops": json.dumps(network.ops.choices, sort_keys=True),
         "profile": network.profile.name,
-        "captured": json.dumps(captured),
+        "captured": json.dumps([*step.rows, *step.widths[:1]]),  # all is measured with the narrowest tables
         "ranks": f"{network.parallel.place.heads.of} of heads, {network.parallel.place.experts.of} of experts",
         "version": metadata.version("deepinfer_plugin"),
     }
@@ -57,7 +56,7 @@ def usual_rows(device: torch.device, most: int) -> tuple[int, ...]:
 def step_curve(step: EagerStep, most: int, directory: Path) -> Curve:
     """The curve for steps of up to ``most`` rows, from ``directory`` or measured and kept there."""
     device, parallel = step.network.norm.weight.device, step.network.parallel
-    cache = CurveCache(directory, key(step.network, step.rows))
+    cache = CurveCache(directory, key(step))
     rows = step.rows or usual_rows(device, most)
     # One rank's file and one rank's clock: a step takes all of them equally long, and a measurement needs all.
     known = parallel.agree_everywhere(cache.load())
@@ -99,5 +98,8 @@ def measure_step(step: EagerStep, rows: Sequence[int]) -> Curve:
     width = config.draft_block + 1
     wide = min(4 * width, rows[-1]) // width * width
     if width > 1 and wide:
-        curve = measure_context(curve, run, wide, config.draft_block, min(CONTEXT, config.max_position - width))
+        longest = config.max_position
+        if step.widths:  # a server's may be shorter than the model's
+            longest = min(longest, step.widths[0] * step.pages.layout.page_size)
+        curve = measure_context(curve, run, wide, config.draft_block, min(CONTEXT, longest - width))
     return curve

@@ -10,6 +10,7 @@ from . import MULTIPROCESSORS, jit
 MAX_COLUMNS = 256  # of a wgmma instruction: heads times rows that share a tile
 MOST_QUERY = 20480  # channels of all heads of a row: four rows fit into shared memory
 MOST_ROWS = 65535  # the second axis of a grid
+MOST_TILES = 128  # of a block: a graph's page tables may be far wider than what most of its requests see
 BLOCKS_PER_MULTIPROCESSOR = 6  # two waves of the three that fit: what an uneven end costs is halved
 
 
@@ -45,7 +46,7 @@ def index_scores(
     )
     tiles = -(-pages * groups // 64)
     wanted = MULTIPROCESSORS * BLOCKS_PER_MULTIPROCESSOR * scores.rows // rows + 1
-    per_block = max(2, -(-tiles // wanted))
+    per_block = min(MOST_TILES, max(2, -(-tiles // wanted)))
     scores.scores.launch(
         (-(-tiles // per_block), rows),
         128,

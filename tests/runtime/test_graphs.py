@@ -3,6 +3,7 @@ function that runs again."""
 
 import dataclasses
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ import torch
 from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.rows import Rows
-from deepinfer_plugin.runtime.graphs import DraftGraphs, EagerDraft, EagerStep, StepGraphs, row_counts, table_widths
+from deepinfer_plugin.runtime.graphs import (
+    DraftGraphs,
+    EagerDraft,
+    EagerStep,
+    StepGraphs,
+    row_counts,
+    table_widths,
+    wanted,
+)
+from deepinfer_plugin.speculative.profile_step import step_curve
 
 PAGE = 64
 
@@ -37,7 +47,7 @@ class Captures:
 
 
 def tensors(results):
-    return [results] if isinstance(results, torch.Tensor) else [each for each in vars(results).values()]
+    return [results] if isinstance(results, torch.Tensor) else [results.tokens, results.confidence]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +129,45 @@ def test_padded_drafts_equal_eager_ones(model):
     graphs = DraftGraphs(captures, model.network.dspark, pages, state, counts=(1, 2))
     for slots, anchors, positions in (([2], [7], [66]), ([4, 1], [9, 8], [8, 43]), ([1, 2, 4], [5, 6, 7], [43, 66, 8])):
         inputs = [torch.tensor(each) for each in (anchors, positions, slots)]
-        for mine, wanted in zip(tensors(graphs(*inputs)), tensors(eager(*inputs)), strict=True):
-            assert torch.equal(mine, wanted)
+        for mine, right in zip(tensors(graphs(*inputs)), tensors(eager(*inputs)), strict=True):
+            assert torch.equal(mine, right)
     assert sum(each.replays for each in captures.all) == 2
+
+
+@torch.inference_mode()
+def test_a_short_server_is_measured_within_its_tables(model, tmp_path):
+    """Its page tables are narrower than the context that a row's price is usually measured with."""
+    step = StepGraphs(Captures(), model.network, *memories(model), rows=(1, 6, 12), widths=(3,))
+    curve = step_curve(step, 12, tmp_path)
+    assert curve.padded and curve.rows == (1, 6, 12) and curve.row_context is not None
+
+
+def runner(device="cuda", profile=torch.bfloat16, ops="cuda", ranks=1, **given):
+    flags = {"disable_cuda_graph": False, "disable_decode_cuda_graph": False, "cuda_graph_backend_decode": None}
+    place = SimpleNamespace(heads=SimpleNamespace(of=1), experts=SimpleNamespace(of=ranks))
+    network = SimpleNamespace(
+        ops=SimpleNamespace(choices={"linear": "cuda", "moe_experts": ops}),
+        profile=SimpleNamespace(dtype=profile),
+        parallel=SimpleNamespace(place=place),
+    )
+    server_args = SimpleNamespace(**flags | {"cuda_graph_config": None} | given)
+    return SimpleNamespace(device=device, model=SimpleNamespace(network=network), server_args=server_args)
+
+
+@pytest.mark.parametrize(
+    ("changed", "captures"),
+    [
+        ({}, True),
+        ({"device": "cpu"}, False),
+        ({"profile": torch.float32}, False),
+        ({"ops": "reference"}, False),
+        ({"ranks": 2}, False),
+        ({"disable_cuda_graph": True}, False),
+        ({"disable_decode_cuda_graph": True}, False),
+        ({"cuda_graph_backend_decode": "disabled"}, False),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled"}}}, False),
+        ({"cuda_graph_config": {"prefill": {"backend": "disabled"}}}, True),
+    ],
+)
+def test_when_to_capture(changed, captures):
+    assert wanted(runner(**changed)) == captures
