@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SAME_MEMORY = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
-SAME_TOKENS = "SYNC_TOKEN_IDS_ACROSS_TP"
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,3 @@ def core_parts(ranks: int, cores: Sequence[int]) -> list[list[int]]:
     if ranks > count:
         return [[cores[rank % count]] for rank in range(ranks)]
     return [list(cores[rank * count // ranks : (rank + 1) * count // ranks]) for rank in range(ranks)]
-
-
-def same_tokens(ranks: RankCounts, environ: MutableMapping[str, str] = os.environ) -> None:
-    """SGLang's sampler agrees on every token within an attention group. Off by default there: equal logits on all ranks
-    usually give equal tokens, and what follows from a rare exception is a hang."""
-    if ranks.group_size > 1:
-        environ.setdefault(SAME_TOKENS, "1")

@@ -29,6 +29,7 @@ from . import (
     pool_sizes,
     replayed_tokens,
     request_facts,
+    same_tokens,
     seeded_sampling,
     token_locations,
 )
@@ -51,6 +52,7 @@ HOOKS: tuple[Hook, ...] = (
     eplb_algorithm.NAME,
     eplb_algorithm.REBALANCE,
     *seeded_sampling.HOOKS,
+    same_tokens.HOOK,
     plain_refusals.HOOK,
     *administration.HOOKS,
 )

@@ -1,6 +1,6 @@
-"""How ranks share a machine, and what a group of them agrees on."""
+"""How ranks share a machine."""
 
-from deepinfer_plugin.ranks import BINDING, SAME_MEMORY, SAME_TOKENS, RankCounts, core_parts, same_tokens, share_machine
+from deepinfer_plugin.ranks import BINDING, SAME_MEMORY, RankCounts, core_parts, share_machine
 
 
 def test_cores_are_divided_and_shared_where_there_are_too_few():
@@ -17,13 +17,6 @@ def test_binding_is_set_for_several_ranks_and_never_replaced():
     assert found == {BINDING: "0|1,2", SAME_MEMORY: "0"}
     share_machine(RankCounts(2, 1), [7], found)
     assert found == {BINDING: "0|1,2", SAME_MEMORY: "0"}
-
-
-def test_ranks_with_the_same_rows_agree_on_tokens():
-    for counts, expected in ((RankCounts(2, 1), {SAME_TOKENS: "1"}), (RankCounts(2, 2), {}), (RankCounts(), {})):
-        found = {}
-        same_tokens(counts, found)
-        assert found == expected
 
 
 def test_the_first_rank_is_the_largest():

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from heldout import HeldOut, chat_prompts, code_prompts
 
 from deepinfer_plugin.model import V41
@@ -70,6 +71,28 @@ def on(*names):
 def test_two_ranks_that_divide_the_heads(form, expected):
     check(form, expected, at_once=4)
     check(form, expected[:1], at_once=1)
+
+
+@on("TP2", "DP2xEP2")
+def test_requests_of_every_kind_beside_each_other(form, expected):
+    """Drawn tokens, grammars and penalties are where ranks of a group could part; logits are one rank's to the bit."""
+    prompt, right = expected[0]
+    kinds = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "n": 2},
+        {"frequency_penalty": 0.5},
+        {"regex": "[0-9]{4}", "ignore_eos": False},
+    ]
+    bodies = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": NEW, **kind}} for kind in kinds]
+    greedy = {"temperature": 0, "max_new_tokens": NEW}
+    bodies.append({"input_ids": prompt, "sampling_params": greedy, "return_logprob": True, "logprob_start_len": 0})
+    *_, digits, last = form.together(lambda body: form.ask("/generate", **body), [(body,) for body in bodies], 5)
+    assert re.fullmatch("[0-9]{4}", digits["text"])
+    same(last["output_ids"], right, "with log-probabilities")
+    found = torch.tensor([value for value, *_ in last["meta_info"]["output_token_logprobs"]])
+    model = V41.load(TRAINED)
+    logits = model.logits([*prompt, *right])[len(prompt) - 1 : -1]
+    assert torch.allclose(found, torch.log_softmax(logits, -1).gather(1, torch.tensor(right)[:, None])[:, 0], atol=1e-5)
 
 
 @on("TP2")
