@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "examples" / "train_tiny"))
 
 from heldout import HeldOut, chat_prompts, code_prompts  # noqa: E402
 
-from deepinfer_plugin.local_server import LocalServer  # noqa: E402
+from deepinfer_plugin.local_server import LocalServer, ServerDied  # noqa: E402
 from deepinfer_plugin.model import V41  # noqa: E402
 
 CHECKPOINT = ROOT / "examples" / "train_tiny" / "checkpoint"
@@ -52,10 +52,16 @@ def main() -> int:
     found: dict[str, Any] = {}
     for form in args.forms.split(","):
         for name, mode in SPECULATION.items():
-            equal, ready, seconds = serve((*FORMS[form], "--deepinfer-speculation", mode), prompts, right)
-            found[f"{form}, {name}"] = equal
+            what = f"{form}, {name}"
+            try:
+                equal, ready, seconds = serve((*FORMS[form], "--deepinfer-speculation", mode), prompts, right)
+            except (ServerDied, TimeoutError, requests.RequestException) as error:
+                found[what] = False
+                print(f"{what:28} no answer: {error}", flush=True)
+                continue
+            found[what] = equal
             verdict = "equal" if equal else "DIFFERENT"
-            print(f"{form + ', ' + name:28} {verdict}, ready in {ready:.0f} s, {seconds:.0f} s to answer", flush=True)
+            print(f"{what:28} {verdict}, ready in {ready:.0f} s, {seconds:.0f} s to answer", flush=True)
     if args.json:
         tokens = sum(map(len, right))
         args.json.write_text(json.dumps({"tokens_equal": found, "prompts": len(prompts), "tokens": tokens}, indent=1))
