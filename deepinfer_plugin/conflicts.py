@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZES = (64, 128)
 REPLAY_WINDOW = 128  # SGLang's replay runs this many cached tokens again, whatever the model
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "npu")
 
 # Field of ServerArgs -> why any value but its default (or those in ALSO_LEGAL) is refused.
 REFUSED = {

@@ -36,6 +36,7 @@ class Report:
     versions: dict[str, str | None] = field(default_factory=dict)
     hooks: dict[str, str] = field(default_factory=dict)
     ops: dict[str, dict[str, str]] = field(default_factory=dict)  # op -> provider -> "in use", "available" or why not
+    ascend: dict[str, dict[str, str | bool]] = field(default_factory=dict)  # item -> found, wanted, supported; if any
     checkpoint: str | None = None
     problems: list[tuple[int, str]] = field(default_factory=list)  # exit code it causes, what and what to do
 
@@ -54,6 +55,9 @@ class Report:
         names = sorted({provider for row in self.ops.values() for provider in row})
         lines += ["", "ops" + " " * 19 + "".join(f"{name:<14}" for name in names)]
         lines += [f"  {op:<20}" + "".join(f"{row[name]:<14}" for name in names) for op, row in self.ops.items()]
+        if self.ascend:
+            lines += ["", f"{'Ascend':<13}{'found':<24}supported"]
+            lines += [f"  {item:<11}{row['found']:<24}{row['wanted']}" for item, row in self.ascend.items()]
         if self.checkpoint:
             lines += ["", f"checkpoint {self.checkpoint}"]
         lines += ["", *(f"{VERDICTS[severity]}: {text}" for severity, text in self.problems)]
@@ -67,6 +71,8 @@ def examine(model_path: str | None = None) -> Report:
     if report.versions["torch"] is None:
         return report
     report.ops, problems = _ops()
+    report.problems += problems
+    report.ascend, problems = _ascend()
     report.problems += problems
     if not any(severity == CANNOT_SERVE for severity, _ in report.problems):
         report.platform, report.hooks, problems = _sglang()
@@ -120,6 +126,21 @@ def _ops() -> tuple[dict[str, dict[str, str]], list[tuple[int, str]]]:
         missing = [f"provider {name} is not available on {device}: {why}" for name, why in reasons.items()]
         problems += [(DEGRADED, text) for text in missing]
     return ops, problems
+
+
+def _ascend() -> tuple[dict[str, dict[str, str | bool]], list[tuple[int, str]]]:
+    """The support table of a machine that has anything of an Ascend; nothing on any other."""
+    from ..kernels.ascend import soc
+
+    machine = soc.machine()
+    if machine == soc.Machine():
+        return {}, []
+    rows: dict[str, dict[str, str | bool]] = {
+        item: {"found": found, "wanted": wanted, "supported": supported}
+        for item, (found, wanted, supported) in machine.support().items()
+    }
+    problem = machine.problem()
+    return rows, [(CANNOT_SERVE, f"this Ascend cannot serve: {problem}")] if problem else []
 
 
 def _sglang() -> tuple[str, dict[str, str], list[tuple[int, str]]]:

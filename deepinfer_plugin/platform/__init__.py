@@ -1,15 +1,34 @@
-"""Platforms SGLang has no class for. One entry point chooses among them: SGLang drops the whole package of a platform
-it did not select, so two entry points in one package would switch each other's hooks off."""
+"""Platforms of ours: a machine without an accelerator, and the Ascend 950. One entry point chooses among them: SGLang
+drops the whole package of a platform it did not select, so two entry points in one package would switch each other's
+hooks off."""
 
 from __future__ import annotations
 
+import logging
 import os
+
+logger = logging.getLogger(__name__)
 
 
 def choose() -> str | None:
-    """The class to load, as a dotted path; None on a machine with an accelerator, or under SGLang's own CPU engine."""
+    """The class to load, as a dotted path; None where SGLang's own platform serves: another accelerator, its own CPU
+    engine, or an Ascend that is not supported (then a warning says what was found)."""
     import torch
 
-    if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
-    return "deepinfer_plugin.platform.cpu.CpuPlatform"
+    if not torch.accelerator.is_available():
+        return "deepinfer_plugin.platform.cpu.CpuPlatform"
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "npu":
+        return None
+    from ..kernels.ascend import soc
+
+    problem = soc.machine().problem()
+    if problem:
+        logger.warning("deepinfer_plugin leaves this device to SGLang: %s", problem)
+        return None
+    from .ascend import apply_environment
+
+    apply_environment()
+    return "deepinfer_plugin.platform.ascend.AscendPlatform"
