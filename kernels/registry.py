@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import cuda, reference
+from . import ascend, cuda, identity, reference
 from .ops import OP_NAMES, PREPARED_FOR, Ops
 
 
@@ -30,10 +30,13 @@ class Provider:
     name: str
     unavailable: Callable[[torch.device], str | None]
     ops: Callable[[torch.device], Mapping[str, Callable[..., Any]]]
+    device: str | None = None  # the only device type it is for, if there is one
+    check: Callable[[Ops], None] | None = None  # asked when a table with its ops is made for an accelerator
 
 
 _PROVIDERS: list[Provider] = [
-    Provider("cuda", cuda.unavailable, cuda.ops),
+    Provider("cuda", cuda.unavailable, cuda.ops, "cuda", identity.check),
+    Provider("ascend", ascend.unavailable, ascend.ops, "npu", identity.check),
     Provider("reference", lambda device: None, lambda device: reference.OPS),
 ]
 
@@ -71,7 +74,8 @@ def select(device: torch.device | str = "cpu", provider: str = "auto", force: Ma
 
     Raises:
         ValueError: an unknown provider or op, a provider that cannot serve the device or lacks a forced op, or ops
-            that nobody serves; the message names them and what is legal.
+            that nobody serves; the message names them and what is legal. On an accelerator also ``IdentityError``:
+            the mHC ops were asked for known results and gave others.
     """
     device, force = torch.device(device), dict(force or {})
     known = {candidate.name: candidate for candidate in _PROVIDERS}
@@ -100,7 +104,12 @@ def select(device: torch.device | str = "cpu", provider: str = "auto", force: Ma
             f"no kernel provider{' among ' * bool(order)}{', '.join(order)} serves {', '.join(missing)} on {device}; "
             "choose 'reference' for them to run them slowly"
         )
-    return Ops(device, choices, tables)
+    ops = Ops(device, choices, tables)
+    if device.type != "cpu":
+        checks = {check for name in choices.values() if (check := known[name].check) is not None}
+        for check in checks:
+            check(ops)
+    return ops
 
 
 Tables = Mapping[str, Mapping[str, Callable[..., Any]]]

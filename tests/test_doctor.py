@@ -129,6 +129,7 @@ def test_ops_of_several_providers(monkeypatch):
         _, problems = doctor._ops()
         assert problems[0][0] == 2 and "no provider serves" in problems[0][1] and "linear" in problems[0][1]
         assert (1, "provider absent is not available on meta: no such device") in problems
+        assert not any("ascend" in text or "cuda" in text for _, text in problems), "they are for other devices"
     finally:
         unregister("other")
         unregister("absent")

@@ -105,7 +105,7 @@ def _versions() -> tuple[dict[str, str | None], list[tuple[int, str]]]:
 def _ops() -> tuple[dict[str, dict[str, str]], list[tuple[int, str]]]:
     import torch
 
-    from ..kernels import table
+    from ..kernels import providers, table
 
     device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     rows, reasons = table(device)
@@ -123,7 +123,10 @@ def _ops() -> tuple[dict[str, dict[str, str]], list[tuple[int, str]]]:
     if slow and device != "cpu":
         problems.append((DEGRADED, f"the slow torch reference serves {', '.join(slow)} on {device}"))
     if device != "cpu":  # for which there is nothing but the reference
-        missing = [f"provider {name} is not available on {device}: {why}" for name, why in reasons.items()]
+        meant = {provider.name for provider in providers() if provider.device in (None, device.split(":")[0])}
+        missing = [
+            f"provider {name} is not available on {device}: {why}" for name, why in reasons.items() if name in meant
+        ]
         problems += [(DEGRADED, text) for text in missing]
     return ops, problems
 

@@ -34,7 +34,7 @@ class AscendPlatform(NPUSRTPlatform):
         if os.environ.get("DEEPINFER_ASCEND_GRAPHS") == "1":
             self.capabilities = PlatformCapabilities(graph_capture=True)
 
-    def get_device(self, local_rank: int = 0) -> str:  # type: ignore[override]
+    def get_device(self, local_rank: int = 0) -> str:
         """A name: SGLang splits it like a string while it resolves arguments."""
         return f"npu:{local_rank}"
 

@@ -8,6 +8,8 @@ import torch
 from deepinfer_plugin.kernels import OP_NAMES, Provider, providers, register, select, table, unregister
 from deepinfer_plugin.kernels.reference import OPS
 
+UNAVAILABLE = {"cuda": "it needs an NVIDIA GPU", "ascend": "it needs an Ascend 950"}
+
 
 @pytest.fixture
 def fast():
@@ -29,7 +31,7 @@ def fast():
 
 def test_the_reference_serves_everything_on_cpu():
     assert set(select().choices.values()) == {"reference"} and tuple(select().choices) == OP_NAMES
-    assert [provider.name for provider in providers()] == ["cuda", "reference"]
+    assert [provider.name for provider in providers()] == ["cuda", "ascend", "reference"]
 
 
 def test_auto_prefers_the_newest_and_fills_gaps_on_cpu(fast):
@@ -74,9 +76,12 @@ def test_off_cpu_the_reference_must_be_asked_for():
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("cpu", "cude"), "'cude' is unknown; legal: auto, fast, cuda, reference"),
+        (("cpu", "cude"), "'cude' is unknown; legal: auto, fast, cuda, ascend, reference"),
         (("cpu", "auto", {"densee": "fast"}), "op 'densee' cannot be forced; legal: linear, dense"),
-        (("cpu", "auto", {"dense": "slow"}), "'slow' forced for dense is unknown; legal: fast, cuda, reference"),
+        (
+            ("cpu", "auto", {"dense": "slow"}),
+            "'slow' forced for dense is unknown; legal: fast, cuda, ascend, reference",
+        ),
         (("cpu", "auto", {"linear": "fast"}), "'fast' has no linear on cpu; legal: reference"),
         (
             ("cpu", "auto", {"prepare_dense": "fast"}),
@@ -98,15 +103,18 @@ def test_a_name_is_registered_once(fast):
 
 def test_table_for_the_doctor(fast):
     rows, reasons = table("cpu")
-    assert [row.op for row in rows] == list(OP_NAMES) and reasons == {"cuda": "it needs an NVIDIA GPU"}
+    assert [row.op for row in rows] == list(OP_NAMES) and reasons == UNAVAILABLE
     row = next(row for row in rows if row.op == "dense")
-    assert row.chosen == "fast" and row.available == {"fast": True, "cuda": False, "reference": True}
+    assert row.chosen == "fast" and row.available == {"fast": True, "cuda": False, "ascend": False, "reference": True}
     row = next(row for row in rows if row.op == "linear")
-    assert row.chosen == "reference" and row.available == {"fast": False, "cuda": False, "reference": True}
+    assert row.chosen == "reference" and row.available == {
+        "fast": False,
+        "cuda": False,
+        "ascend": False,
+        "reference": True,
+    }
     rows, reasons = table("meta")
-    assert reasons == {"fast": "no meta kernels", "cuda": "it needs an NVIDIA GPU"} and not any(
-        row.available["fast"] for row in rows
-    )
+    assert reasons == {"fast": "no meta kernels", **UNAVAILABLE} and not any(row.available["fast"] for row in rows)
     rows, _ = table("cuda")
     assert {row.op: row.chosen for row in rows}["dense"] == "fast"
     assert {row.op: row.chosen for row in rows}["linear"] is None

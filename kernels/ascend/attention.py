@@ -1,0 +1,118 @@
+"""Attention over window keys and selected groups, composed of plain operations: keys are gathered and dequantised in
+float32, some rows at a time, and every row attends to its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import formats, places
+
+SOFTMAX_BLOCK = 64  # keys that share one running maximum
+MOST_DRAFTS = 64  # rows of a draft block at most; how many there are is known on the device only
+CHUNK_BYTES = 256 << 20
+_EMPTY_MAX = -1e30
+
+
+def _round_up(n: int) -> int:
+    return -(-n // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
+
+
+def sparse_attention(
+    q: Tensor,
+    window: Tensor,
+    positions: Tensor,
+    fresh: Tensor,
+    row_slots: Tensor,
+    window_floor: Tensor,
+    ring: Tensor,
+    window_len: int,
+    latent: Tensor | None,
+    latent_scale: Tensor | None,
+    page_table: Tensor | None,
+    requests: Tensor | None,
+    selected: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    block_future: Tensor | None,
+) -> Tensor:
+    rows, heads, size = q.shape
+    if rows == 0:
+        return torch.empty_like(q)
+    slots = _round_up(window_len if block_future is None else ring.shape[1] + min(rows, MOST_DRAFTS))
+    slots += 0 if selected is None else _round_up(selected.shape[1])
+    # Gathering bytes takes an int64 address each.
+    step = max(1, CHUNK_BYTES // (slots * (12 * size + 12 * heads)))
+    out = []
+    for first in range(0, rows, step):
+        part = slice(first, min(rows, first + step))
+        future = None if block_future is None else block_future[part]
+        keys, there = _window_keys(
+            window, first, positions[part], fresh[part], row_slots[part], window_floor[part], ring, window_len, future
+        )
+        if selected is not None:
+            assert latent is not None and latent_scale is not None and page_table is not None and requests is not None
+            more, also = _selected_keys(latent, latent_scale, page_table[requests[part]], selected[part])
+            keys, there = torch.cat((keys, more), 1), torch.cat((there, also), 1)
+        out.append(_attend(q[part], keys, there, sink, scale))
+    return torch.cat(out)
+
+
+def _window_keys(
+    window: Tensor,
+    first_row: int,
+    positions: Tensor,
+    fresh: Tensor,
+    row_slots: Tensor,
+    window_floor: Tensor,
+    ring: Tensor,
+    window_len: int,
+    block_future: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Keys float32 [n, S, D], oldest first, and whether each is there, bool [n, S]; absent keys are zero."""
+    if block_future is None:
+        first, last, width = positions - window_len + 1, positions, window_len
+    else:
+        first, last = torch.clamp(window_floor, min=0), positions + block_future
+        width = ring.shape[1] + min(window.shape[0], MOST_DRAFTS)
+    position = first[:, None] + torch.arange(_round_up(width), device=positions.device)
+    lowest = torch.clamp(torch.maximum(first, window_floor), min=0)
+    there = (position >= lowest[:, None]) & (position <= last[:, None])
+    back = positions[:, None] - position
+    row = first_row + torch.arange(positions.shape[0], device=positions.device)[:, None] - back
+    in_batch = window.index_select(0, row.clamp(0, window.shape[0] - 1).flatten()).view(*row.shape, -1)
+    in_ring = places.read(ring, row_slots[:, None].expand_as(position), position % ring.shape[1])
+    packed = torch.where((back <= fresh[:, None])[..., None], in_batch, in_ring)
+    size = packed.shape[-1] * formats.BLOCK // (formats.BLOCK + 1)
+    keys = formats.fp8_dequant(packed[..., :size], packed[..., size:].contiguous())
+    return torch.where(there[..., None], keys, 0.0), there
+
+
+def _selected_keys(latent: Tensor, latent_scale: Tensor, pages: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    groups = latent.shape[1]
+    padding = _round_up(selected.shape[1]) - selected.shape[1]
+    selected = torch.nn.functional.pad(selected, (0, padding), value=-1)
+    there = selected >= 0
+    group = selected.clamp(min=0)
+    # Where nothing is selected the page may be anything.
+    page = pages.gather(1, group // groups).masked_fill(~there, 0)
+    at = group % groups
+    keys = formats.latent_dequant(places.read(latent, page, at), places.read(latent_scale, page, at))
+    return torch.where(there[..., None], keys, 0.0), there
+
+
+def _attend(q: Tensor, keys: Tensor, there: Tensor, sink: Tensor, scale: float) -> Tensor:
+    logits = torch.bmm(q.to(torch.float32), keys.mT) * scale
+    logits = logits.masked_fill(~there[:, None], -torch.inf)
+    blocks = logits.unflatten(-1, (-1, SOFTMAX_BLOCK))  # [n, heads, blocks, SOFTMAX_BLOCK]
+    running = [blocks[..., 0, :].amax(-1).clamp(min=_EMPTY_MAX)]
+    for block in range(1, blocks.shape[2]):
+        running.append(torch.maximum(running[-1], blocks[..., block, :].amax(-1)))
+    top, highest = running[-1], torch.stack(running, -1)
+    rescale = torch.exp(highest - top[..., None])
+    p = torch.exp(blocks - highest[..., None])
+    total = (p.sum(-1) * rescale).sum(-1) + torch.exp(sink[:, None].mT - top)
+    # A block's probabilities are rounded relative to the maximum known when it is read; later ones rescale.
+    p = p.to(q.dtype).to(torch.float32) * rescale[..., None]
+    out = torch.bmm(p.flatten(-2), keys) / total[..., None]
+    return torch.where((total == 0)[..., None], 0.0, out).to(q.dtype)

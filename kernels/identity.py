@@ -1,0 +1,65 @@
+"""A check of a provider's hyper-connections when an op table is made.
+
+A device library was seen whose collapse ignored the mixing weights: the network then speaks fluent nonsense, because
+the residual is a plausible 0.356 times the embedding. Errors of that kind show on a handful of numbers, so those are
+asked for at start, on the device, and compared with the reference on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+if TYPE_CHECKING:
+    from .ops import Ops
+
+ROWS, STREAMS, SIZE = 3, 4, 192
+TOLERANCE = 0.02  # of the largest value; bf16 keeps two decimal digits
+
+
+class IdentityError(ValueError):
+    """A provider's op does not do what its contract says on the simplest input; the message names both."""
+
+
+def check(ops: Ops) -> None:
+    """Ask ``hc_mix``, ``hc_collapse`` and ``hc_expand`` of an op table for results that are known.
+
+    Raises:
+        IdentityError: weights are ignored or applied at the wrong place.
+    """
+    draw = torch.Generator().manual_seed(0)
+    streams = torch.randn(ROWS, STREAMS, SIZE, generator=draw).to(torch.bfloat16)
+    out = torch.randn(ROWS, SIZE, generator=draw).to(torch.bfloat16)
+    mixes = (2 + STREAMS) * STREAMS
+    fn = torch.randn(mixes, STREAMS * SIZE, generator=draw) * (STREAMS * SIZE) ** -0.5
+    base, scale = torch.randn(mixes, generator=draw), torch.tensor([0.7, 1.3, 0.9])
+    # Every stream alone, then all of them with unequal weights.
+    one_hot = torch.eye(STREAMS)[:ROWS]
+    uneven = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(ROWS, -1).contiguous()
+    shift = torch.eye(STREAMS).roll(1, 0).expand(ROWS, -1, -1).contiguous()  # stream j goes to the one after it
+    for op, arguments in (
+        ("hc_mix", (streams, fn, base, scale, 1e-20, 1e-6, 20)),
+        ("hc_mix", (streams, fn * 0, base, scale, 1e-20, 1e-6, 20)),
+        ("hc_collapse", (streams, one_hot)),
+        ("hc_collapse", (streams, uneven)),
+        ("hc_expand", (out, streams, one_hot, shift)),
+    ):
+        got = getattr(ops, op)(*(_move(argument, ops.device) for argument in arguments))
+        want = reference.OPS[op](*arguments)
+        pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+        for actual, expected in pairs:
+            error = (actual.to("cpu", torch.float32) - expected.to(torch.float32)).abs().max()
+            if not error <= TOLERANCE * expected.abs().max():  # a NaN too
+                raise IdentityError(
+                    f"{op} of kernel provider {ops.choices[op]!r} on {ops.device} is off by {float(error):.3g} on a "
+                    "known input: mixing weights are ignored or misplaced, and the model would answer nonsense; force "
+                    f"another provider for it ({op}=reference)"
+                )
+
+
+def _move(argument: object, device: torch.device) -> object:
+    return argument.to(device) if isinstance(argument, Tensor) else argument
