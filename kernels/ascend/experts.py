@@ -57,7 +57,6 @@ def _grouped(x: Tensor, narrow: Tensor, pairs: Tensor, ends: Tensor) -> Tensor:
         group_type=0,
         split_item=2,
         output_dtype=torch.bfloat16,
-        x_dtype=torch.float8_e4m3fn,
         weight_dtype=E2M1_PAIR,
         per_token_scale_dtype=E8M0,
     )[0]

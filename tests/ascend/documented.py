@@ -108,7 +108,6 @@ def npu_grouped_matmul(
     group_type: int,
     split_item: int,
     output_dtype: torch.dtype,
-    x_dtype: torch.dtype,
     weight_dtype: int,
     per_token_scale_dtype: int,
 ) -> list[Tensor]:

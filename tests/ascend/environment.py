@@ -30,6 +30,10 @@ REQUIREMENTS = {
         "pytest==9.2.0",
         "pytest-timeout==2.4.0",
         "setuptools==84.2.1",
+        "sympy==1.14.0",
+        "tokenizers==0.23.2",
+        "tqdm==4.70.1",
+        "msgspec==0.23.0",
     ),
     "triton": ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11==3.0.1", "numpy==2.4.6"),
 }
@@ -71,6 +75,7 @@ def interpreter(name: str) -> Path:
             subprocess.run([*install, "--index-url", CPU_WHEELS, *cpu], check=True)
     subprocess.run([*install, *REQUIREMENTS[name]], check=True)
     if name == "npu":
+        subprocess.run([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
         build_stub(python, home / "stub")
     for old in home.glob(".ready-*"):
         old.unlink()
@@ -80,25 +85,13 @@ def interpreter(name: str) -> Path:
 
 def environment(name: str) -> dict[str, str]:
     """Variables under which a process of the environment runs: the stub reaches no other process."""
-    variables = {**os.environ, "PYTHONPATH": str(CACHE / "import"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    variables.pop("PYTHONHOME", None)
+    variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    for inherited in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+        variables.pop(inherited, None)
     if name == "npu":
         variables["LD_LIBRARY_PATH"] = str(CACHE / name / "stub")
         variables["TILELANG_CACHE_DIR"] = str(CACHE / "tilelang")
-    _link_package()
     return variables
-
-
-def _link_package() -> None:
-    """deepinfer_plugin as one importable folder, without installing it."""
-    package = CACHE / "import" / "deepinfer_plugin"
-    package.mkdir(parents=True, exist_ok=True)
-    targets = {path.name: path for path in (ROOT / "deepinfer_plugin").iterdir() if path.name != "__pycache__"}
-    targets |= {name: ROOT / name for name in ("model", "kernels", "patches")}
-    tests = CACHE / "import" / "tests"
-    for link, target in [*((package / name, path) for name, path in targets.items()), (tests, ROOT / "tests")]:
-        if not link.is_symlink():
-            link.symlink_to(target)
 
 
 def build_stub(python: Path, folder: Path) -> None:
