@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import ascend, cuda, identity, reference
+from .ascend import tiles
 from .ops import OP_NAMES, PREPARED_FOR, Ops
 
 
@@ -37,6 +38,7 @@ class Provider:
 _PROVIDERS: list[Provider] = [
     Provider("cuda", cuda.unavailable, cuda.ops, "cuda", identity.check),
     Provider("ascend", ascend.unavailable, ascend.ops, "npu", identity.check),
+    Provider("ascend-tilelang", tiles.unavailable, tiles.ops, "npu", identity.check),
     Provider("reference", lambda device: None, lambda device: reference.OPS),
 ]
 

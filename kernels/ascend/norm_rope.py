@@ -8,8 +8,8 @@ from torch import Tensor
 from .vendor import op
 
 # 2 pi in parts of at most 6 significant bits, so that a product with a turn count below 2^18 is exact in float32.
-_TURN = (6.25, 0.033203125, -1.78813934326171875e-05)
-_REST = 6.283185307179586 - sum(_TURN)
+TURN = (6.25, 0.033203125, -1.78813934326171875e-05)
+REST = 6.283185307179586 - sum(TURN)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,9 +22,9 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, inverse: bool) -> Tenso
     angle = positions.to(torch.float32)[:, None] * inv_freq
     # Whole turns are taken off here: how well a device's cosine does that for arguments of 10^6 is not documented.
     turns = torch.round(angle * (1 / 6.283185307179586))
-    for part in _TURN:
+    for part in TURN:
         angle = angle - turns * part
-    angle = angle - turns * _REST
+    angle = angle - turns * REST
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (inv_freq.shape[0],)
     cos, sin = torch.cos(angle).view(shape), torch.sin(angle).view(shape)
     if inverse:

@@ -8,7 +8,11 @@ import torch
 from deepinfer_plugin.kernels import OP_NAMES, Provider, providers, register, select, table, unregister
 from deepinfer_plugin.kernels.reference import OPS
 
-UNAVAILABLE = {"cuda": "it needs an NVIDIA GPU", "ascend": "it needs an Ascend 950"}
+UNAVAILABLE = {
+    "cuda": "it needs an NVIDIA GPU",
+    "ascend": "it needs an Ascend 950",
+    "ascend-tilelang": "it needs an Ascend 950",
+}
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def fast():
 
 def test_the_reference_serves_everything_on_cpu():
     assert set(select().choices.values()) == {"reference"} and tuple(select().choices) == OP_NAMES
-    assert [provider.name for provider in providers()] == ["cuda", "ascend", "reference"]
+    assert [provider.name for provider in providers()] == ["cuda", "ascend", "ascend-tilelang", "reference"]
 
 
 def test_auto_prefers_the_newest_and_fills_gaps_on_cpu(fast):
@@ -76,11 +80,11 @@ def test_off_cpu_the_reference_must_be_asked_for():
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("cpu", "cude"), "'cude' is unknown; legal: auto, fast, cuda, ascend, reference"),
+        (("cpu", "cude"), "'cude' is unknown; legal: auto, fast, cuda, ascend, ascend-tilelang, reference"),
         (("cpu", "auto", {"densee": "fast"}), "op 'densee' cannot be forced; legal: linear, dense"),
         (
             ("cpu", "auto", {"dense": "slow"}),
-            "'slow' forced for dense is unknown; legal: fast, cuda, ascend, reference",
+            "'slow' forced for dense is unknown; legal: fast, cuda, ascend, ascend-tilelang, reference",
         ),
         (("cpu", "auto", {"linear": "fast"}), "'fast' has no linear on cpu; legal: reference"),
         (
@@ -104,15 +108,11 @@ def test_a_name_is_registered_once(fast):
 def test_table_for_the_doctor(fast):
     rows, reasons = table("cpu")
     assert [row.op for row in rows] == list(OP_NAMES) and reasons == UNAVAILABLE
+    others = {**dict.fromkeys(UNAVAILABLE, False), "reference": True}
     row = next(row for row in rows if row.op == "dense")
-    assert row.chosen == "fast" and row.available == {"fast": True, "cuda": False, "ascend": False, "reference": True}
+    assert row.chosen == "fast" and row.available == {"fast": True, **others}
     row = next(row for row in rows if row.op == "linear")
-    assert row.chosen == "reference" and row.available == {
-        "fast": False,
-        "cuda": False,
-        "ascend": False,
-        "reference": True,
-    }
+    assert row.chosen == "reference" and row.available == {"fast": False, **others}
     rows, reasons = table("meta")
     assert reasons == {"fast": "no meta kernels", **UNAVAILABLE} and not any(row.available["fast"] for row in rows)
     rows, _ = table("cuda")

@@ -1,0 +1,63 @@
+"""Negative controls of the emulation: it sees what it claims to see. The kernels are written by hand, in the form that
+the compiler emits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepinfer_plugin.kernels.ascend.soc import DEFAULT
+
+from .emulate import EmulationFault, run
+
+LANES = "__simt_vf__ __launch_bounds__(4) inline void lanes(__ubuf__ uint8_t* ub) {{ {lanes} }}\n"
+KERNEL = """extern "C" __global__ __vector__ void k(__gm__ float* X, int32_t R) {{
+  asc_init();
+  __ubuf__ uint8_t *ub = (__ubuf__ uint8_t *)0;
+  {body}
+}}
+"""
+CALL = "asc_vf_call<lanes>(cce::dim3(4), ub);"
+IN = "asc_copy_gm2ub_align(ub + {at}, (uint8_t*)X, 1, {bytes}, 0, 0, 0, 0, 64, 64);"
+OUT = "asc_copy_ub2gm_align((uint8_t*)X, ub, 1, {bytes}, 0, 64, 64);"
+
+
+def emulate(body: str, lanes: str = "") -> torch.Tensor:
+    x = torch.arange(16, dtype=torch.float32)
+    run(LANES.format(lanes=lanes) + KERNEL.format(body=body), {"X": x}, {"R": 1}, cores=2)
+    return x
+
+
+def test_a_kernel_that_keeps_the_rules():
+    body = IN.format(at=0, bytes=64) + CALL + OUT.format(bytes=64)
+    got = emulate(body, "((float*)ub)[threadIdx.x] += 1; asc_syncthreads(); ((float*)ub)[threadIdx.x] *= 2;")
+    once = torch.arange(16.0)
+    for _ in range(2):  # two cores
+        once[:4] = (once[:4] + 1) * 2
+    assert torch.equal(got, once)
+
+
+@pytest.mark.parametrize(
+    ("body", "lanes", "said"),
+    [
+        (IN.format(at=DEFAULT.ub_simt - 32, bytes=64), "", "outside the unified buffer"),
+        (IN.format(at=16, bytes=32), "", "not aligned to 32 bytes"),
+        ("asc_sync_wait(PIPE_MTE2, PIPE_V, 0);", "", "a flag that nobody set"),
+        ("asc_sync_notify(PIPE_MTE2, PIPE_V, 0);", "", "a flag that nobody waits for"),
+        (CALL, "if (threadIdx.x < 2) asc_syncthreads();", "others wait at a barrier"),
+        (CALL, f"((float*)ub)[{DEFAULT.ub_simt // 4} + threadIdx.x] = 1;", "memory outside a buffer"),
+        (OUT.format(bytes=128), "", "written outside a tensor"),
+        ("undeclared();", "", "does not compile"),
+    ],
+    ids=["bounds", "alignment", "unset flag", "leaked flag", "barrier", "lane bounds", "tensor bounds", "compiles"],
+)
+def test_broken_rules_are_seen(body, lanes, said):
+    with pytest.raises(EmulationFault, match=said):
+        emulate(body, lanes)
+
+
+def test_what_was_never_written_is_no_number_that_passes():
+    """Memory starts as a pattern, so a kernel that forgets a part of its result does not look right by chance."""
+    got = emulate(OUT.format(bytes=64))
+    assert (got == torch.full((16,), -1431655766, dtype=torch.int32).view(torch.float32)).sum() == 0
+    assert not torch.equal(got, torch.arange(16.0)) and len(set(got.tolist())) == 1

@@ -1,0 +1,187 @@
+"""Every TileLang kernel as the compiler emits it, run on the host, against the reference provider."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_plugin.kernels import reference
+from deepinfer_plugin.kernels.reference import formats
+
+from ...kernels.cases import Random
+from ..emitted import source
+from ..tile_cases import CASES
+from .emulate import run
+
+CORES, ROWS = 64, 6  # rows do not fill the cores: most have nothing to do
+SIZES = ("released", "small")
+OPS = reference.OPS
+
+
+def names(kernel) -> list[str]:
+    """Tensor parameters, in order."""
+    return [name for name, parameter in kernel.signature.parameters.items() if parameter.default is parameter.empty]
+
+
+def emulate(case: str, tensors: list[Tensor], scalars: dict[str, int], **constants) -> None:
+    kernel = CASES[case].kernel
+    made = source(kernel, *[torch.empty(t.shape, dtype=t.dtype) for t in tensors], **constants)
+    run(made, dict(zip(names(kernel), tensors, strict=True)), scalars, CORES)
+
+
+@pytest.fixture(params=SIZES)
+def size(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def draw() -> Random:
+    return Random(5, torch.bfloat16)
+
+
+def close(got: Tensor, want: Tensor, ulps: float = 1.0) -> None:
+    """Within ``ulps`` bf16 steps of the largest value of a row."""
+    got, want = got.double().flatten(1), want.double().flatten(1)
+    bound = ulps * 2.0**-8 * want.abs().nan_to_num(posinf=0).amax(1, keepdim=True)
+    assert torch.equal(got.isnan(), want.isnan()) and ((got - want).abs().nan_to_num() <= bound).all()
+
+
+def test_collapse(size, draw):
+    m, h = getattr(CASES["collapse"], size).values()
+    streams, pre = draw.normal(ROWS, m, h, spread=1), torch.rand(ROWS, m)
+    out = torch.zeros(ROWS, h, dtype=torch.bfloat16)
+    emulate("collapse", [streams, pre, out], {"R": ROWS})
+    close(out, OPS["hc_collapse"](streams, pre))
+    assert not torch.equal(out, OPS["hc_collapse"](streams, torch.full_like(pre, 0.25))), "weights matter"
+
+
+def test_expand(size, draw):
+    m, h = getattr(CASES["expand"], size).values()
+    arguments = (draw.normal(ROWS, h), draw.normal(ROWS, m, h), torch.rand(ROWS, m), torch.rand(ROWS, m, m))
+    out = torch.zeros(ROWS, m, h, dtype=torch.bfloat16)
+    emulate("expand", [*arguments, out], {"R": ROWS})
+    close(out, OPS["hc_expand"](*arguments))
+
+
+@pytest.mark.parametrize("limit", [10.0, 0.0])
+def test_swiglu(size, draw, limit):
+    i = getattr(CASES["swiglu"], size)["i"]
+    gate, up, weight = draw.normal(ROWS, i) * 8, draw.normal(ROWS, i) * 8, torch.rand(ROWS)
+    out = torch.zeros(ROWS, i, dtype=torch.bfloat16)
+    emulate("swiglu", [gate, up, weight, out], {"R": ROWS}, limit=limit or 3.0e38)
+    close(out, OPS["swiglu"](gate, up, limit, weight))
+
+
+@pytest.mark.parametrize("case", ["norm", "norm q"])
+def test_norm(size, draw, case):
+    d = getattr(CASES[case], size)["d"]
+    x, weight = draw.normal(ROWS, d, spread=4), draw.normal(d)
+    x[2] = 0
+    out = torch.ones(ROWS, d, dtype=torch.bfloat16)
+    emulate(case, [x, weight, out], {"R": ROWS})
+    close(out, OPS["rms_norm"](x, weight, 1e-20))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("case", ["rope", "rope index"])
+def test_rope(size, draw, case, inverse):
+    a, d, n = getattr(CASES[case], size).values()
+    x, positions = draw.normal(ROWS, a, d), torch.tensor([0, 1, 77, 4096, 131071, 1 << 20])
+    frequency = torch.logspace(0, -4, n)
+    out = torch.zeros(ROWS, a, d, dtype=torch.bfloat16)
+    emulate(case, [x, positions.float(), frequency, out], {"R": ROWS}, sign=-1.0 if inverse else 1.0)
+    close(out, OPS["rope"](x, positions, frequency, inverse))
+
+
+def adversarial(draw: Random, d: int, block: int) -> Tensor:
+    """Rows that meet every rule of a cast: magnitudes far apart, ties, zeros, a NaN and an infinity, both ends."""
+    x = draw.normal(ROWS, d, spread=6)
+    x[1] = 0
+    x[2] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(d // 8)
+    x[3, 3], x[3, block + 5] = torch.nan, torch.inf
+    x[4] = draw.normal(d) * 1e-6
+    x[5] = draw.normal(d) * 3e37
+    return x
+
+
+def test_window_pack(size, draw):
+    d = getattr(CASES["window_pack"], size)["d"]
+    x = adversarial(draw, d, 32)
+    out = torch.zeros(ROWS, (d + d // 32) // 4, dtype=torch.int32)
+    emulate("window_pack", [x, out], {"R": ROWS})
+    got, want = out.view(torch.uint8), OPS["window_pack"](x)
+    assert torch.equal(got[:, d:], want[:, d:]), "scales, 255 included"
+    whole = want[:, d:].repeat_interleave(32, 1) != 255
+    assert torch.equal(got[:, :d][whole], want[:, :d][whole])
+
+
+@pytest.mark.parametrize(
+    ("case", "op", "block"), [("index_key_write", "index_key_write", 32), ("latent_write", "latent_write", 16)]
+)
+def test_page_write(size, draw, case, op, block):
+    """Into a pool strided by the page, with gaps between sections that must stay as they are."""
+    d, g = getattr(CASES[case], size).values()
+    x = adversarial(draw, d, block)
+    width = g * (d // 2 + d // block) + 64
+    pool = torch.randint(0, 256, (7, width), dtype=torch.uint8)
+    values = pool[:, : g * d // 2].unflatten(1, (g, d // 2))
+    scales = pool[:, g * d // 2 + 32 : g * d // 2 + 32 + g * d // block].unflatten(1, (g, d // block))
+    expected = pool.clone()
+    expected_values = expected[:, : g * d // 2].unflatten(1, (g, d // 2))
+    expected_scales = expected[:, g * d // 2 + 32 : g * d // 2 + 32 + g * d // block].unflatten(1, (g, d // block))
+    page, group = torch.tensor([3, 6, 0, 3, 5, 1 << 40]), torch.tensor([0, g - 1, 1, 2, 3, 1 << 40])
+    keep = torch.tensor([1, 1, 1, 1, 1, 0], dtype=torch.int32)
+    OPS[op](x, expected_values, expected_scales, page, group, keep.bool())
+    v, s = values.view(torch.int32), scales.view(torch.int32)
+    strides = {"v0": v.stride(0), "v1": v.stride(1), "s0": s.stride(0), "s1": s.stride(1)}
+    emulate(case, [x, v, s, page, group, keep], {"R": ROWS, "N": 7, **strides})
+    assert torch.equal(scales, expected_scales), "NaN scales included"
+    broken = formats.latent_dequant if block == 16 else formats.index_dequant
+    got, want = broken(values, scales), broken(expected_values, expected_scales)
+    assert torch.equal(got.nan_to_num(nan=1e30), want.nan_to_num(nan=1e30))
+    gap = slice(g * d // 2, g * d // 2 + 32)
+    assert torch.equal(pool[:, gap], expected[:, gap]) and torch.equal(pool[:, -32:], expected[:, -32:])
+
+
+@pytest.mark.parametrize("case", ["row_write ring", "row_write tail", "row_write ngram"])
+def test_row_write(size, draw, case):
+    places, width = getattr(CASES[case], size).values()
+    rows = torch.randint(0, 256, (ROWS, width), dtype=torch.uint8)
+    state = torch.randint(0, 256, (5, places * width + 96), dtype=torch.uint8)  # a slot holds other things too
+    memory = state[:, 32 : 32 + places * width].unflatten(1, (places, width))
+    slot, place = torch.tensor([0, 4, 2, 2, -9, 1]), torch.tensor([places - 1, 0, 3, 4, 1 << 40, 2])
+    keep = torch.tensor([1, 1, 1, 1, 0, 1], dtype=torch.int32)
+    expected = state.clone()
+    view = expected[:, 32 : 32 + places * width].unflatten(1, (places, width))
+    kept = keep.bool()
+    view[slot[kept], place[kept]] = rows[kept]
+    strides = {"y0": memory.stride(0), "y1": memory.stride(1)}
+    emulate(case, [rows, memory, slot, place, keep], {"R": ROWS, "N": 5, **strides})
+    assert torch.equal(state, expected)
+
+
+def test_compress_pair(size, draw):
+    d, places = getattr(CASES["compress_pair"], size).values()
+    value, score = torch.randn(ROWS, d), torch.randn(ROWS, d) * 4
+    score[4, 3] = score[3, 3] = torch.inf
+    position, fresh = torch.tensor([9, 5, 20, 21, 31, 8]), torch.tensor([0, 0, 0, 1, 0, 0])
+    slot, tail = torch.tensor([1, 3, 3, 3, 4, 0]), torch.randn(5, places, 2, d)
+    out = torch.zeros(ROWS, d, dtype=torch.bfloat16)
+    want = OPS["compress_pair"](value, score, position, fresh, slot, tail, torch.bfloat16)
+    strides = {"t0": tail.stride(0), "t1": tail.stride(1)}
+    emulate("compress_pair", [value, score, out, position, fresh, slot, tail], {"R": ROWS, "N": 5, **strides})
+    close(out, want)
+
+
+def test_engram_gather(size, draw):
+    d = getattr(CASES["engram_gather"], size)["d"]
+    table, scale = formats.fp8_cast(draw.normal(50, d, dtype=torch.float32, spread=8))
+    table.view(torch.uint8)[7] = torch.arange(d) % 256  # every code
+    scale.view(torch.uint8)[9] = 255
+    ids = torch.tensor([7, 49, 0, 9, 7, 13])
+    out = torch.zeros(ROWS, d, dtype=torch.bfloat16)
+    words = table.view(torch.uint8).view(torch.int32)
+    emulate("engram_gather", [words, scale.view(torch.uint8), ids, out], {"P": ROWS, "N": 50})
+    want = OPS["engram_gather"](ids[:, None], table, scale, torch.bfloat16)
+    assert torch.equal(out.double().nan_to_num(nan=1e30), want.double().nan_to_num(nan=1e30))

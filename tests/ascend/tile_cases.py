@@ -1,0 +1,169 @@
+"""Our TileLang kernels with the shapes of the released model and of a small one: what tier B lowers and tier C runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_plugin.kernels.ascend import tiles  # noqa: F401
+from deepinfer_plugin.kernels.ascend.tiles import (
+    collapse,
+    compress_pair,
+    engram_gather,
+    expand,
+    norm,
+    page_write,
+    rope,
+    row_write,
+    swiglu,
+    window_pack,
+)
+
+BF16, F32, I32, I64, U8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8
+
+
+@dataclass(frozen=True)
+class TileCase:
+    """A kernel and a way to make its tensors; the shapes are ``released`` or ``small``."""
+
+    op: str
+    kernel: Any
+    tensors: Callable[..., tuple[Tensor, ...]]
+    released: dict[str, int]
+    small: dict[str, int]
+
+
+def e(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def pages(r: int, d: int, g: int, block: int) -> tuple[Tensor, ...]:
+    values, scales = e(5, g, d // 8, dtype=I32), e(5, g, d // (4 * block), dtype=I32)
+    return e(r, d), values, scales, e(r, dtype=I64), e(r, dtype=I64), e(r, dtype=I32)
+
+
+CASES = {
+    "collapse": TileCase(
+        "hc_collapse",
+        collapse.collapse,
+        lambda r, m, h: (e(r, m, h), e(r, m, dtype=F32), e(r, h)),
+        {"m": 4, "h": 5120},
+        {"m": 4, "h": 192},
+    ),
+    "expand": TileCase(
+        "hc_expand",
+        expand.expand,
+        lambda r, m, h: (e(r, h), e(r, m, h), e(r, m, dtype=F32), e(r, m, m, dtype=F32), e(r, m, h)),
+        {"m": 4, "h": 5120},
+        {"m": 4, "h": 192},
+    ),
+    "swiglu": TileCase(
+        "swiglu",
+        swiglu.gated,
+        lambda r, i: (e(r, i), e(r, i), e(r, dtype=F32), e(r, i)),
+        {"i": 2304},
+        {"i": 64},
+    ),
+    "norm": TileCase("rms_norm", norm.normed, lambda r, d: (e(r, d), e(d), e(r, d)), {"d": 5120}, {"d": 192}),
+    "norm q": TileCase("rms_norm", norm.normed, lambda r, d: (e(r, d), e(d), e(r, d)), {"d": 1280}, {"d": 128}),
+    "rope": TileCase(
+        "rope",
+        rope.turned,
+        lambda r, a, d, n: (e(r, a, d), e(r, dtype=F32), e(n, dtype=F32), e(r, a, d)),
+        {"a": 64, "d": 512, "n": 32},
+        {"a": 4, "d": 64, "n": 16},
+    ),
+    "rope index": TileCase(
+        "rope",
+        rope.turned,
+        lambda r, a, d, n: (e(r, a, d), e(r, dtype=F32), e(n, dtype=F32), e(r, a, d)),
+        {"a": 32, "d": 128, "n": 32},
+        {"a": 1, "d": 64, "n": 16},
+    ),
+    "window_pack": TileCase(
+        "window_pack",
+        window_pack.pack,
+        lambda r, d: (e(r, d), e(r, (d + d // 32) // 4, dtype=I32)),
+        {"d": 512},
+        {"d": 128},
+    ),
+    "index_key_write": TileCase(
+        "index_key_write",
+        page_write.index_rows,
+        lambda r, d, g: pages(r, d, g, 32),
+        {"d": 128, "g": 64},
+        {"d": 128, "g": 8},
+    ),
+    "latent_write": TileCase(
+        "latent_write",
+        page_write.latent_rows,
+        lambda r, d, g: pages(r, d, g, 16),
+        {"d": 512, "g": 64},
+        {"d": 64, "g": 8},
+    ),
+    "row_write ring": TileCase(
+        "window_write",
+        row_write.store,
+        lambda r, places, w: (
+            e(r, w, dtype=U8),
+            e(5, places, w, dtype=U8),
+            e(r, dtype=I64),
+            e(r, dtype=I64),
+            e(r, dtype=I32),
+        ),
+        {"places": 134, "w": 528},
+        {"places": 11, "w": 66},
+    ),
+    "row_write tail": TileCase(
+        "tail_write",
+        row_write.store,
+        lambda r, places, w: (
+            e(r, w, dtype=U8),
+            e(5, places, w, dtype=U8),
+            e(r, dtype=I64),
+            e(r, dtype=I64),
+            e(r, dtype=I32),
+        ),
+        {"places": 7, "w": 4096},
+        {"places": 7, "w": 512},
+    ),
+    "row_write ngram": TileCase(
+        "ngram_write",
+        row_write.store,
+        lambda r, places, w: (
+            e(r, w, dtype=U8),
+            e(5, places, w, dtype=U8),
+            e(r, dtype=I64),
+            e(r, dtype=I64),
+            e(r, dtype=I32),
+        ),
+        {"places": 9, "w": 8},
+        {"places": 9, "w": 4},
+    ),
+    "compress_pair": TileCase(
+        "compress_pair",
+        compress_pair.pool,
+        lambda r, d, places: (
+            e(r, d, dtype=F32),
+            e(r, d, dtype=F32),
+            e(r, d),
+            e(r, dtype=I64),
+            e(r, dtype=I64),
+            e(r, dtype=I64),
+            e(5, places, 2, d, dtype=F32),
+        ),
+        {"d": 512, "places": 7},
+        {"d": 64, "places": 7},
+    ),
+    "engram_gather": TileCase(
+        "engram_gather",
+        engram_gather.gather,
+        lambda r, d: (e(50, d // 4, dtype=I32), e(50, d // 32, dtype=U8), e(r, dtype=I64), e(r, d)),
+        {"d": 256},
+        {"d": 64},
+    ),
+}
