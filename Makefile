@@ -10,11 +10,12 @@ PORT   ?= 30000
 # Processes that share the tests, each with one server at a time (2 GB); tests/workers.py says who gets what.
 WORKERS ?= 2
 
-.PHONY: help setup demo serve test lint typecheck unit clean
+.PHONY: help setup demo serve test test-ascend lint typecheck unit clean
 help:
 	@echo "make demo                 install, start a server on a small trained V4.1-Flash, talk to it, print its numbers"
 	@echo "make test WORKERS=N       lint, types, all tests (CPU), shared by N processes (default: 2, for two cores)"
 	@echo "make unit                 the tests that need no server"
+	@echo "make test-ascend          what a machine without an Ascend can check of the Ascend code; environments of its own"
 	@echo "make serve MODEL=DIR PORT=N   serve a checkpoint (default: the small trained one)"
 	@echo "make setup                only install into $(VENV)"
 
@@ -54,6 +55,11 @@ typecheck: $(READY)
 
 test: lint typecheck .cache/tile_kernels/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+# Not part of `make test`: it builds two environments (2 GB) and lowers and emulates kernels. Goes on where it stopped.
+test-ascend: $(READY)
+	@mkdir -p .cache/ascend
+	$(BIN)/python -m tests.ascend.table --json .cache/ascend/table.json --docs docs/ascend.md
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not server"

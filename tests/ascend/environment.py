@@ -35,7 +35,14 @@ REQUIREMENTS = {
         "tqdm==4.70.1",
         "msgspec==0.23.0",
     ),
-    "triton": ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11==3.0.1", "numpy==2.4.6"),
+    "triton": (
+        "triton-ascend==3.2.0",
+        "ascendnpu-ir==1.2.0",
+        "pybind11==3.0.1",
+        "numpy==2.4.6",
+        "pytest==9.2.0",
+        "pytest-timeout==2.4.0",
+    ),
 }
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 # What torch_npu links against; the stub stands in for all of them.

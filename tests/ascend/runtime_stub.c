@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #define OK 0
@@ -72,6 +73,17 @@ int aclrtGetMemInfo(int kind, size_t *free_bytes, size_t *total) {
     *free_bytes = *total - (4ull << 30);
     return OK;
 }
+
+/* Expandable segments: addresses first, memory later; the host gives both at once and on use */
+int aclrtReserveMemAddress(void **p, size_t n, size_t alignment, void *wish, uint64_t flags) {
+    *p = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return *p == MAP_FAILED ? NO_MEMORY : OK;
+}
+int aclrtReleaseMemAddress(void *p) { return OK; }
+int aclrtMallocPhysical(void **h, size_t n, const void *properties, uint64_t flags) { return handle(h); }
+int aclrtFreePhysical(void *h) { free(h); return OK; }
+int aclrtMapMem(void *p, size_t n, size_t offset, void *h, uint64_t flags) { return OK; }
+int aclrtUnmapMem(void *p) { return OK; }
 
 /* Streams and events: everything has happened already */
 int aclrtCreateStream(void **s) { return handle(s); }

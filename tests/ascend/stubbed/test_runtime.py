@@ -135,3 +135,20 @@ def test_compute_raises():
     for compute in (lambda: x + 1, lambda: x @ x.t(), lambda: vendor.op("npu_rms_norm")(x, x[0], 1e-6)):
         with pytest.raises(RuntimeError, match="aclnn"):
             compute()
+
+
+def test_the_hardware_script_is_skipped_without_cann():
+    """The stub looks like a 950; that is not enough."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import torch_npu, runpy; runpy.run_module('tests.ascend.hardware', run_name='__main__')",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ascend hardware: SKIPPED (it needs CANN 9.2 or newer; none was found)" in done.stdout
