@@ -185,6 +185,11 @@ def _device(device: str) -> Iterator[str]:
 
     if device not in DEVICES:
         yield f"--device {device}: legal: {', '.join(DEVICES)}"
+    elif device == "npu":
+        from .kernels.ascend import soc
+
+        if problem := soc.machine().problem():
+            yield f"--device npu: {problem}"
     elif device == "cpu" and not current_platform.is_out_of_tree():
         if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
             yield "SGLANG_USE_CPU_ENGINE=1: it selects SGLang's own CPU engine; unset it"
@@ -220,12 +225,15 @@ def _cannot_listen(family: int, address: Any) -> OSError | None:
 
 
 def _ops(settings: Settings, device: str) -> Iterator[str]:
+    import torch
+
     from .kernels import select
 
-    if device not in DEVICES:
-        return
+    if device not in DEVICES or (device == "npu" and not hasattr(torch, "npu")):
+        return  # refused already; torch cannot even name an NPU without torch_npu
     try:
-        select(device, settings.provider, dict(settings.ops))
+        # The device is not used in this process: what its ops compute is checked where the model is made.
+        select(device, settings.provider, dict(settings.ops), check=False)
     except ValueError as error:
         yield str(error)
 

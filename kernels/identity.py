@@ -7,7 +7,7 @@ asked for at start, on the device, and compared with the reference on the CPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,16 +31,21 @@ def check(ops: Ops) -> None:
     Raises:
         IdentityError: weights are ignored or applied at the wrong place.
     """
-    draw = torch.Generator().manual_seed(0)
-    streams = torch.randn(ROWS, STREAMS, SIZE, generator=draw).to(torch.bfloat16)
-    out = torch.randn(ROWS, SIZE, generator=draw).to(torch.bfloat16)
+    generator = torch.Generator("cpu").manual_seed(0)
+    # Whoever makes a model may have another default type and device.
+    here: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
     mixes = (2 + STREAMS) * STREAMS
-    fn = torch.randn(mixes, STREAMS * SIZE, generator=draw) * (STREAMS * SIZE) ** -0.5
-    base, scale = torch.randn(mixes, generator=draw), torch.tensor([0.7, 1.3, 0.9])
+    streams, out = draw(ROWS, STREAMS, SIZE).to(torch.bfloat16), draw(ROWS, SIZE).to(torch.bfloat16)
+    fn, base = draw(mixes, STREAMS * SIZE) * (STREAMS * SIZE) ** -0.5, draw(mixes)
+    scale = torch.tensor([0.7, 1.3, 0.9], **here)
     # Every stream alone, then all of them with unequal weights.
-    one_hot = torch.eye(STREAMS)[:ROWS]
-    uneven = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(ROWS, -1).contiguous()
-    shift = torch.eye(STREAMS).roll(1, 0).expand(ROWS, -1, -1).contiguous()  # stream j goes to the one after it
+    one_hot = torch.eye(STREAMS, **here)[:ROWS]
+    uneven = torch.tensor([0.1, 0.2, 0.3, 0.4], **here).expand(ROWS, -1).contiguous()
+    shift = torch.eye(STREAMS, **here).roll(1, 0).expand(ROWS, -1, -1).contiguous()  # stream j goes to the next one
     for op, arguments in (
         ("hc_mix", (streams, fn, base, scale, 1e-20, 1e-6, 20)),
         ("hc_mix", (streams, fn * 0, base, scale, 1e-20, 1e-6, 20)),

@@ -64,7 +64,13 @@ def providers() -> tuple[Provider, ...]:
     return tuple(_PROVIDERS)
 
 
-def select(device: torch.device | str = "cpu", provider: str = "auto", force: Mapping[str, str] | None = None) -> Ops:
+def select(
+    device: torch.device | str = "cpu",
+    provider: str = "auto",
+    force: Mapping[str, str] | None = None,
+    *,
+    check: bool = True,
+) -> Ops:
     """Choose a provider for every op.
 
     Args:
@@ -73,6 +79,7 @@ def select(device: torch.device | str = "cpu", provider: str = "auto", force: Ma
             its ops. On a CPU the reference fills every gap. On any other device it never does by itself: a torch
             reference in float64 is right but so slow that running it there must be asked for.
         force: op -> provider name, before all else.
+        check: on an accelerator, ask the providers' own checks, which use it; False for a process that must not.
 
     Raises:
         ValueError: an unknown provider or op, a provider that cannot serve the device or lacks a forced op, or ops
@@ -107,10 +114,10 @@ def select(device: torch.device | str = "cpu", provider: str = "auto", force: Ma
             "choose 'reference' for them to run them slowly"
         )
     ops = Ops(device, choices, tables)
-    if device.type != "cpu":
-        checks = {check for name in choices.values() if (check := known[name].check) is not None}
-        for check in checks:
-            check(ops)
+    if check and device.type != "cpu":
+        for verify in {known[name].check for name in choices.values()} - {None}:
+            assert verify is not None
+            verify(ops)
     return ops
 
 

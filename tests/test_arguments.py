@@ -75,7 +75,8 @@ REFUSALS = [
     ("""--json-model-override-args {"num_hidden_layers":4}""", ["--json-model-override-args", "change the file"]),
     ("--load-format gguf", ["--load-format gguf"]),
     ("--rl-on-policy-target fsdp", ["--rl-on-policy-target fsdp", "not those of a trainer"]),
-    ("--device npu", ["--device npu", "legal: cpu, cuda"]),
+    ("--device xpu", ["--device xpu", "legal: cpu, cuda, npu"]),
+    ("--device npu", ["--device npu: it needs an Ascend 950"]),
     # Sizes, each with the nearest legal value (pages of 128 unless said otherwise).
     ("--page-size 63", ["--page-size 63", "legal: 64, 128"]),
     ("--page-size 256", ["--page-size 256", "legal: 64, 128"]),

@@ -44,9 +44,9 @@ def _layout(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return fractal.transpose(1, 2), pair_scales(scale.view(torch.uint8)).transpose(1, 2)
 
 
-def _grouped(x: Tensor, narrow: Tensor, pairs: Tensor, ends: Tensor) -> Tensor:
-    """x bf16 [P, K], rows of an expert together, ends int64 [E] -> bf16 [P, N]; rows beyond the last end undefined."""
-    values, scale = formats.mx_quant(x)
+def _grouped(values: Tensor, scale: Tensor, narrow: Tensor, pairs: Tensor, ends: Tensor) -> Tensor:
+    """e4m3 [P, K] with scales, rows of an expert together, ends int64 [E] -> bf16 [P, N]; rows beyond the last end
+    undefined."""
     return op("npu_grouped_matmul")(
         [values],
         [narrow],
@@ -72,16 +72,18 @@ def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit
     sorted_ids = flat.index_select(0, order)
     mine = (sorted_ids < count)[:, None]
     ends = (flat[:, None] <= torch.arange(count, device=x.device)).to(torch.int64).sum(0)
-    rows = x.index_select(0, order // topk)
+    token = order // topk
     routing = weights.flatten().index_select(0, order)
     if x.dtype == torch.bfloat16:
-        inner = _grouped(rows, experts.narrow13, experts.pairs13, ends)
+        values, scale = formats.mx_quant(x)  # once a token, not once a pair
+        values = values.view(torch.uint8).index_select(0, token).view(torch.float8_e4m3fn)
+        inner = _grouped(values, scale.index_select(0, token), experts.narrow13, experts.pairs13, ends)
         half = inner.shape[1] // 2
         # Rows of no group hold what lay in memory.
         inner = torch.where(mine, swiglu(inner[:, :half], inner[:, half:], limit, routing), 0.0)
-        down = _grouped(inner, experts.narrow2, experts.pairs2, ends)
+        down = _grouped(*formats.mx_quant(inner), experts.narrow2, experts.pairs2, ends)
     else:
-        inner = _one_by_one(rows, experts.w13, experts.s13, sorted_ids)
+        inner = _one_by_one(x.index_select(0, token), experts.w13, experts.s13, sorted_ids)
         half = inner.shape[1] // 2
         down = _one_by_one(swiglu(inner[:, :half], inner[:, half:], limit, routing), experts.w2, experts.s2, sorted_ids)
     down = torch.where(mine, down, 0.0)

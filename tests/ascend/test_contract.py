@@ -64,6 +64,20 @@ def test_inputs_are_left_alone(ops, name, dtype):
         assert torch.equal(bits(case.args[arg]), bits(value)), arg
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_caller_s_default_type_does_not_matter(ops, name):
+    """A server makes and runs the model under bfloat16."""
+    case = make(name, torch.bfloat16)
+    want, before = case.run(ops), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = case.run(ops)
+    finally:
+        torch.set_default_dtype(before)
+    for actual, expected in zip(got, want, strict=True):
+        assert actual.dtype == expected.dtype and torch.equal(bits(actual), bits(expected))
+
+
 # ---- hyper-connections at start, idle ranks, missing ops -----------------------------------------------------------
 
 

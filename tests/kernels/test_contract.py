@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_plugin.kernels import OP_NAMES, OpError, Ops
+from deepinfer_plugin.kernels import OP_NAMES, OpError, Ops, identity
 
 from .cases import BUILDERS, Case, Weights, make
 
@@ -44,6 +44,10 @@ def test_agrees_with_reference(ops, reference, name, dtype, rows):
     case = make(name, dtype, rows, seed=rows)
     for actual, expected in zip(case.run(ops), case.run(reference), strict=True):
         assert_close(actual, expected, case.ulps)
+
+
+def test_hyper_connections_of_the_start_check_agree_with_reference(ops):
+    identity.check(ops)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

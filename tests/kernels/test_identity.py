@@ -16,6 +16,16 @@ def test_the_reference_passes():
     identity.check(broken())
 
 
+def test_whatever_the_caller_s_defaults_are():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            identity.check(broken())
+    finally:
+        torch.set_default_dtype(before)
+
+
 def even(streams, pre):
     """All weights taken for equal: what a library did that left them out."""
     return (streams.double().mean(1) * 1.424).to(streams.dtype)

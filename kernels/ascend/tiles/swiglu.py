@@ -37,6 +37,6 @@ def gated(G, U, W, Y, limit: float = 10.0, cores: int = 64, threads: int = 256):
 def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if weight is None:
-        weight = torch.ones(gate.shape[0], device=gate.device)
+        weight = torch.ones(gate.shape[0], dtype=torch.float32, device=gate.device)
     gated(gate.contiguous(), up.contiguous(), weight.contiguous(), out, limit=limit or 3.0e38)
     return out
