@@ -31,7 +31,10 @@ ACTIVATION: Mapping[str, int | None] = {
     "index_key_write": 0,
     "ngram_write": None,
     "swiglu": 0,
+    "engram_hash": None,
     "engram_gather": 3,
+    "engram_gate": 0,
+    "confidence": 0,
 }
 
 
@@ -46,7 +49,21 @@ def unavailable(device: torch.device) -> str | None:
 
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation. Imports TileLang."""
-    from . import collapse, compress_pair, engram_gather, expand, norm, page_write, rope, row_write, swiglu, window_pack
+    from . import (
+        collapse,
+        compress_pair,
+        confidence,
+        engram_gate,
+        engram_gather,
+        engram_hash,
+        expand,
+        norm,
+        page_write,
+        rope,
+        row_write,
+        swiglu,
+        window_pack,
+    )
 
     functions = (
         norm.rms_norm,
@@ -61,7 +78,10 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         page_write.index_key_write,
         row_write.ngram_write,
         swiglu.swiglu,
+        engram_hash.engram_hash,
         engram_gather.engram_gather,
+        engram_gate.engram_gate,
+        confidence.confidence,
     )
     return {function.__name__: _bf16_only(function) for function in functions}
 

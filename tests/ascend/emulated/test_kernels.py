@@ -185,3 +185,43 @@ def test_engram_gather(size, draw):
     emulate("engram_gather", [words, scale.view(torch.uint8), ids, out], {"P": ROWS, "N": 50})
     want = OPS["engram_gather"](ids[:, None], table, scale, torch.bfloat16)
     assert torch.equal(out.double().nan_to_num(nan=1e30), want.double().nan_to_num(nan=1e30))
+
+
+def test_engram_gate(size, draw):
+    m, h = getattr(CASES["engram_gate"], size).values()
+    streams, kv = draw.normal(ROWS, m, h, spread=1), draw.normal(ROWS, (m + 1) * h)
+    kv[:, :h] *= streams[:, 0].sign()  # agrees: the gate opens
+    kv[4] = torch.nan
+    q, k = draw.normal(m, h), draw.normal(m, h)
+    live = torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.int32)
+    out = torch.zeros(ROWS, m, h, dtype=torch.bfloat16)
+    emulate("engram_gate", [streams, kv.view(ROWS, m + 1, h), q, k, live, out], {"R": ROWS})
+    want = OPS["engram_gate"](streams, kv, q, k, 1e-20, live.bool())
+    close(out, want)
+    assert torch.equal(out[2], streams[2]) and torch.equal(out[4], streams[4]), "rows that are not live"
+
+
+def test_engram_hash(size, draw):
+    places, columns = getattr(CASES["engram_hash"], size).values()
+    classes = torch.tensor([5, 90000, -1, 17, 4, 99091])
+    position, fresh = torch.tensor([0, 1, 2, 3, 700, 2]), torch.tensor([0, 1, 2, 3, 0, 0])
+    slot = torch.tensor([2, 2, 2, 2, 4, 0])
+    state = torch.randint(-1, 99092, (5, places + 3))
+    ngrams = state[:, 1 : 1 + places]
+    multipliers = torch.randint(0, 1 << 45, (4,)) * 2 + 1
+    primes = torch.tensor([15999999 + 2 * i for i in range(columns)])
+    offsets = torch.arange(columns) * 16000000
+    out = torch.zeros(ROWS, columns, dtype=torch.int64)
+    arguments = [classes, position, fresh, slot, ngrams, multipliers, primes, offsets]
+    emulate("engram_hash", [*arguments, out], {"R": ROWS, "N": 5, "n0": ngrams.stride(0)}, pad=7)
+    arguments[6] = primes.view(3, -1)
+    assert torch.equal(out, OPS["engram_hash"](*arguments, 7))
+
+
+def test_confidence(size, draw):
+    h, n = getattr(CASES["confidence"], size).values()
+    hidden, e, proj = draw.normal(ROWS, h), draw.normal(ROWS, n), draw.normal(1, h + n)
+    out = torch.zeros(ROWS, 8)
+    emulate("confidence", [hidden, e, proj.flatten(), out], {"R": ROWS})
+    want = OPS["confidence"](hidden, e, proj)
+    assert ((out[:, 0] - want).abs() <= 1e-5 * (h + n) ** 0.5).all() and torch.equal(out[:, 0], out[:, 7])
