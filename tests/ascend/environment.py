@@ -44,7 +44,6 @@ REQUIREMENTS = {
         "pytest-timeout==2.4.0",
     ),
 }
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 # What torch_npu links against; the stub stands in for all of them.
 LIBRARIES = (
     "libhccl.so",
@@ -74,12 +73,10 @@ def interpreter(name: str) -> Path:
         return python
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-    # torch's CPU wheels have an index of their own; a machine may also hold them locally.
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if name == "npu":
-        cpu = [f"{REQUIREMENTS[name][0]}+cpu"]
-        if subprocess.run([*install, *cpu], capture_output=True).returncode:
-            subprocess.run([*install, "--index-url", CPU_WHEELS, *cpu], check=True)
+        # A CPU build: another brings gigabytes of CUDA. pip must know an index that has it (PIP_EXTRA_INDEX_URL).
+        subprocess.run([*install, f"{REQUIREMENTS[name][0]}+cpu"], check=True)
     subprocess.run([*install, *REQUIREMENTS[name]], check=True)
     if name == "npu":
         subprocess.run([*install, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
