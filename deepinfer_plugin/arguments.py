@@ -90,6 +90,10 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         # a thread pool each would fight it for every core.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         ranks.share_machine(RankCounts.of(view), sorted(os.sched_getaffinity(0)))
+    elif device == "npu":
+        from .platform.ascend import apply_environment
+
+        apply_environment()
     if from_command_line(server_args):
         termination.exit_on_sigterm()
     declared = declarations(view, config, settings, device)

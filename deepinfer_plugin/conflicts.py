@@ -187,8 +187,9 @@ def _device(device: str) -> Iterator[str]:
         yield f"--device {device}: legal: {', '.join(DEVICES)}"
     elif device == "npu":
         from .kernels.ascend import soc
+        from .platform.ascend import device_conflict
 
-        if problem := soc.machine().problem():
+        if problem := soc.machine().problem() or device_conflict():
             yield f"--device npu: {problem}"
     elif device == "cpu" and not current_platform.is_out_of_tree():
         if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":

@@ -28,7 +28,4 @@ def choose() -> str | None:
     if problem:
         logger.warning("deepinfer_plugin leaves this device to SGLang: %s", problem)
         return None
-    from .ascend import apply_environment
-
-    apply_environment()
     return "deepinfer_plugin.platform.ascend.AscendPlatform"

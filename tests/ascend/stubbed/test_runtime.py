@@ -84,7 +84,7 @@ print("CHOSEN", platform.choose(), "|", soc.machine().problem())
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "DEEPINFER_STUB_SOC": name},
+        env={**os.environ, "ASCEND_STUB_SOC": name},
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -98,13 +98,15 @@ def test_activation(sglang, tmp_path, monkeypatch):
 
     real = soc.machine
     monkeypatch.setattr(soc, "machine", lambda: real(fake_machine(tmp_path, "9.2.0"), {}))
-    monkeypatch.setenv("HCCL_BUFFSIZE", "16")
     assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu"
     path = platform.choose()
     assert path == "deepinfer_plugin.platform.ascend.AscendPlatform"
 
-    from deepinfer_plugin.platform.ascend import AscendPlatform
+    from deepinfer_plugin.platform.ascend import ENVIRONMENT, AscendPlatform, apply_environment
 
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, ENVIRONMENT[name])
+    apply_environment()
     found = AscendPlatform()
     found.set_device(torch.device("npu", 0))
     found.init_backend()
@@ -112,7 +114,7 @@ def test_activation(sglang, tmp_path, monkeypatch):
     assert found.get_device_total_memory(0) == 128 << 30
     free, total = found.get_available_memory(0)
     assert 0 < free < total
-    assert found.get_group_coordinator_device(0) == torch.device("npu", 0)
+    assert found.get_device(0) == torch.device("npu", 0)
     assert torch.npu.matmul.allow_hf32 is False, "float32 products are float32"
     found.empty_cache()
     found.synchronize()
