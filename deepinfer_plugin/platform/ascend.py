@@ -22,7 +22,7 @@ ENVIRONMENT: Mapping[str, str] = {
 
 class AscendPlatform(NPUSRTPlatform):
     """SGLang's NPU platform, which also serves its own models here: allocator, streams, events, HCCL groups and the
-    switch for captured graphs are as they are there. Our model captures none, on any device."""
+    switch for captured graphs are as they are there. Our model captures no graph on an Ascend."""
 
     def init_backend(self) -> None:
         """On each worker's device, before weights: exact float32 products, no just-in-time choice of kernels, weights

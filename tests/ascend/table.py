@@ -52,6 +52,8 @@ TIERS = {
     "D": Tier("D", "triton", ("--noconftest", "tests/ascend/bisheng"), "Triton to HIVM for the 950"),
     "E": Tier("E", "npu", ("tests/ascend/stubbed",), "the real torch_npu over a stub runtime"),
 }
+OWN_FOLDERS = ("lowered", "emulated", "bisheng", "stubbed")  # of tests/ascend, a tier each
+REPORTING = ("table.py", "test_table.py", "hardware.py", "roofline.py")
 # What tests call an op where it is not its name.
 ALIASES = {
     "norm": "rms_norm",
@@ -77,21 +79,27 @@ def ops_of(test: str) -> set[str]:
     return {ALIASES.get(word, word) for word in words} & set(OP_NAMES)
 
 
-def sources() -> str:
-    """A hash of everything that a tier's result depends on."""
+def sources(tier: Tier) -> str:
+    """A hash of everything that a tier's result depends on; not of the other tiers' tests, nor of what only reports."""
     digest = hashlib.sha256()
-    folders = (ROOT / "kernels", ROOT / "model", ROOT / "tests" / "ascend", ROOT / "deepinfer_plugin" / "platform")
-    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".c", ".h")]
+    folders = [ROOT / "kernels", ROOT / "deepinfer_plugin" / "platform"]
+    folders += [ROOT / path for path in tier.paths if (ROOT / path).is_dir()]
+    folders += [ROOT / "model"] if not tier.environment else []
+    files = [*(ROOT / "tests" / "ascend").glob("*.py"), *(ROOT / "tests" / "ascend").glob("*.c")]
+    files += [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".h")]
     files += [ROOT / "tests" / "kernels" / name for name in ("cases.py", "test_contract.py", "test_identity.py")]
-    for file in sorted(files):
-        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    for file in sorted(set(files)):
+        if file.parent.name in OWN_FOLDERS and f"tests/ascend/{file.parent.name}" not in tier.paths:
+            continue
+        if file.name not in REPORTING:
+            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def run(tier: Tier, again: bool) -> dict[str, Any]:
     """Counts, reasons and per-op counts of a tier, from its last run on these sources or from a new one."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    file, key = RESULTS / f"{tier.name}.json", sources()
+    file, key = RESULTS / f"{tier.name}.json", sources(tier)
     if file.exists() and not again:
         found = json.loads(file.read_text())
         if found["sources"] == key and not found["failed"]:

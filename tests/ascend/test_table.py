@@ -53,6 +53,27 @@ def test_tests_are_counted_for_their_op(test, ops):
     assert table.ops_of(test) == ops
 
 
+def test_a_tier_is_stale_when_what_it_runs_changed(tmp_path, monkeypatch):
+    """Each tier by its own tests and the kernels; a change to another tier's tests leaves it alone."""
+    for name in ("kernels/a.py", "model/m.py", "tests/kernels/cases.py", "tests/ascend/emitted.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    for name in ("tests/kernels/test_contract.py", "tests/kernels/test_identity.py", "tests/ascend/lowered/test_x.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    (tmp_path / "tests/ascend/stubbed").mkdir()
+    (tmp_path / "deepinfer_plugin/platform").mkdir(parents=True)
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    keys = lambda: {name: table.sources(table.TIERS[name]) for name in "ABE"}  # noqa: E731
+    before = keys()
+    (tmp_path / "tests/ascend/lowered/test_x.py").write_text("2")
+    assert {name for name, key in keys().items() if key != before[name]} == {"B"}
+    (tmp_path / "model/m.py").write_text("2")
+    assert {name for name, key in keys().items() if key != before[name]} == {"A", "B"}
+    (tmp_path / "kernels/a.py").write_text("2")
+    assert {name for name, key in keys().items() if key != before[name]} == {"A", "B", "E"}
+
+
 def test_failures_and_skips_are_counted_with_reasons(tmp_path):
     (tmp_path / "r.xml").write_text(
         """<testsuites><testsuite><testcase name="test_rope[a]"/>

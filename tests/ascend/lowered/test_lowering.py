@@ -27,7 +27,7 @@ def test_lowers(name, size):
 
 def ub_bytes(emitted: str) -> int:
     """End of the last transfer into or out of the unified buffer whose place is a constant."""
-    sizes = {"bfloat16_t": 2, "float": 4, "int32_t": 4, "uint8_t": 1}
+    sizes = {"bfloat16_t": 2, "float": 4, "int32_t": 4, "int64_t": 8, "uint8_t": 1}
     found = re.findall(r"__ubuf__ (\w+)\*\)buf_dyn_shmem\)\[(\d+)\]\)\)\).{0,900}?1, (\d+),", emitted)
     return max((int(at) * sizes[kind] + int(count) for kind, at, count in found), default=0)
 
