@@ -45,6 +45,7 @@ HOOKS: tuple[Hook, ...] = (
     page_pool.HOOK,
     request_facts.HOOK,
     replayed_tokens.HOOK,
+    bad_requests.ANSWERS,
     bad_requests.HOOK,
     cut_character.HOOK,
     last_location.HOOK,

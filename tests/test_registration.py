@@ -13,7 +13,7 @@ import pytest
 from deepinfer_plugin import patches, platform
 from deepinfer_plugin.model_impl import ARCHITECTURE
 from deepinfer_plugin.patches import administration
-from deepinfer_plugin.patches.bad_requests import MOST_ANSWERS, validate_one_request
+from deepinfer_plugin.patches.bad_requests import MOST_ANSWERS, generate_request, validate_one_request
 from deepinfer_plugin.patches.replayed_tokens import update_request_meta_info
 
 from .probes import ask
@@ -219,10 +219,11 @@ def test_prompts_the_network_cannot_read_are_refused():
         ({"audio_data": ["a.wav"]}, "audio_data is not supported"),
         ({"top_logprobs_num": 11}, "top_logprobs_num 11 .*legal: 0 to 10"),
         ({"top_logprobs_num": -1}, "top_logprobs_num -1 .*legal: 0 to 10"),
-        ({"sampling_params": {"n": 0}}, f"n 0: legal: 1 to {MOST_ANSWERS}"),
-        ({"sampling_params": {"n": 100_000}}, f"n 100000: legal: 1 to {MOST_ANSWERS}"),
         ({"sampling_params": {"stop_regex": "(["}}, r"stop_regex '\(\[' is no regular expression"),
         ({"sampling_params": {"stop_regex": ["a", "*"]}}, "stop_regex .* is no regular expression"),
+        ({"sampling_params": {"stop_regex": "(x+x+)+y"}}, "repeats within a repeat"),
+        ({"sampling_params": {"stop_regex": ["a", "b(?:c|(?P<d>e*?f))*"]}}, "repeats within a repeat"),
+        ({"sampling_params": {"stop_regex": "(a{0,50}){200}(a*)*"}}, "repeats within a repeat"),
     ],
 )
 def test_requests_that_would_end_or_block_the_server(asked, words):
@@ -233,9 +234,24 @@ def test_requests_that_would_end_or_block_the_server(asked, words):
     fine = {
         "top_logprobs_num": 10,
         "image_data": [None],
-        "sampling_params": {"n": MOST_ANSWERS, "stop_regex": ["a+", "(b|c)"]},
+        "sampling_params": {"n": MOST_ANSWERS, "stop_regex": ["a+", "(b|c)", "(a+b){1,9}c*", "[+*]+(?=d+)"]},
     }
     validate_one_request(lambda *args: None, manager, SimpleNamespace(**fine), [1])
+
+
+@pytest.mark.parametrize("asked", [{"n": 0}, {"n": 100_000}, [{"n": 2}, {"n": -1}]])
+def test_answers_are_counted_before_they_become_requests(asked):
+    """SGLang copies a request as often as it is to be answered, which takes minutes for a million."""
+
+    def send(architecture, sampling):
+        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+        obj = SimpleNamespace(sampling_params=sampling)
+        return generate_request(lambda *_: "sent", SimpleNamespace(model_config=config), obj)
+
+    with pytest.raises(ValueError, match=f"legal: 1 to {MOST_ANSWERS}"):
+        send(ARCHITECTURE, asked)
+    assert send("LlamaForCausalLM", asked) == "sent"
+    assert send(ARCHITECTURE, {"n": MOST_ANSWERS}) == send(ARCHITECTURE, None) == send(ARCHITECTURE, [{}]) == "sent"
 
 
 @pytest.mark.parametrize("hook", administration.HOOKS, ids=lambda hook: hook.name)

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     sources = list(ahead.sources(**shapes))
     started, compiled = time.perf_counter(), 0
-    for source in tqdm(sources, unit="kernel", disable=not sys.stderr.isatty()):
+    print(f"compiling {len(sources)} kernels for {jit.ARCH}, some of them for minutes", flush=True)
+    for source in tqdm(sources, unit="kernel", mininterval=0.1 if sys.stderr.isatty() else 10):
         try:
             compiled += not jit.cached(source)
             jit.cubin(source)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from torch.profiler import ProfilerActivity
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -27,6 +28,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Of the few functions SGLang compiles itself (a penalty, for one): as they are, because code generation needs
         a C++ compiler and a request must not end the server for want of one."""
         return "eager"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """Of what a platform adds to the profiler's activities: nothing, SGLang's own "CPU" is all there is. Without a
+        name the scheduler dies of ``/start_profile``."""
+        return "NONE"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU
 
     def get_dispatch_key_name(self) -> str:
         return "native"

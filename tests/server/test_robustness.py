@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 
@@ -49,6 +50,8 @@ REFUSED = {
     "image beside a text": ("/generate", {"text": "what is this?", "image_data": PIXEL}, ["image_data", "text only"]),
     "temperature": ("/generate", {"text": "hi", "sampling_params": {"temperature": -1}}, ["temperature"]),
     "grammar": ("/generate", {"text": "hi", "sampling_params": {"ebnf": 'root ::= "yes'}}, ["ebnf"]),
+    "answers": ("/generate", {"text": "hi", "sampling_params": {"n": 300_000}}, ["300000", "legal: 1 to 1024"]),
+    "expression": ("/generate", {"text": "x", "sampling_params": {"stop_regex": "(x+x+)+y"}}, ["repeats within"]),
     "schema": ("/generate", {"text": "hi", "sampling_params": {"json_schema": "{"}}, ["json"]),
 }
 
@@ -113,3 +116,15 @@ def test_messages_with_odd_text(served):
     for text in ("\x00\x01\x7f", "é" * 50, "天气很好😀🏳️‍🌈", " ", "\n" * 20, "<|endoftext|>"):
         answer = served.ask("/v1/chat/completions", model=MODEL, messages=user(text), max_tokens=2, temperature=0)
         assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_profiling(served, reference, tmp_path):
+    """A trace of two steps; the server answers during and after it."""
+    assert served.post("/start_profile", output_dir=str(tmp_path), num_steps=2).status_code == 200
+    ids = random_ids(20, seed=9)
+    reference.one_shot(ids, served.generate(ids, 8).ids)
+    end = time.monotonic() + 60
+    while not list(tmp_path.rglob("*.trace.json*")):
+        assert time.monotonic() < end, served.log()[-2000:]
+        time.sleep(0.5)
+    reference.one_shot(ids, served.generate(ids, 8).ids)
