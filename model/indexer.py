@@ -55,7 +55,7 @@ class Indexer(nn.Module):
         """Scores are as wide as the page tables, so many rows of a long context take turns; what they may choose from
         then waits for the later index sources as a flag a block."""
         rows, pages, visible = step.rows, step.source(self.source), step.visible(self.ratio)
-        groups = rows.page_table.shape[1] * pages.key.shape[1]
+        groups = rows.page_table.shape[1] * (step.pages.layout.page_size // self.ratio)
         most = max(1, SCORE_BYTES // max(1, groups * query.element_size()))
         whole = rows.count <= most
         selected, candidates = [], []
