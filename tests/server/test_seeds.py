@@ -45,14 +45,18 @@ def test_a_seed_decides_what_is_drawn(served, reference):
         ids, sampling = jobs[number]
         return served.generate(ids, NEW - number, sampling=sampling)
 
-    answers = list(served.together(send, [(number,) for number in range(len(jobs))], 8))
-    for (ids, sampling), answer in zip(jobs, answers, strict=True):
-        check(reference, ids, answer.ids, sampling, f"{served.name}, {sampling}, in a batch")
+    retracted = 0
+    for _ in range(5):  # a request is taken back every few forwards, where several run, which need not be in one batch
+        answers = list(served.together(send, [(number,) for number in range(len(jobs))], 8))
+        for (ids, sampling), answer in zip(jobs, answers, strict=True):
+            check(reference, ids, answer.ids, sampling, f"{served.name}, {sampling}, in a batch")
+        retracted += sum(answer.meta["num_retractions"] for answer in answers)
+        if retracted or not served.variant.retracts:
+            break
+    assert bool(retracted) == served.variant.retracts
     assert answers[0].ids[:12] != answers[6].ids[:12], "another seed"
     for number in (0, 5):
         same(send(number).ids, answers[number].ids, "alone")
-    if served.name != "whole":  # these servers take requests back every few forwards
-        assert sum(answer.meta["num_retractions"] for answer in answers) > 0
     if served.name == "speculating exact":
         assert sum(answer.meta["spec_num_correct_drafts"] for answer in answers) > 0
 
