@@ -286,7 +286,7 @@ def _memory(device: str, fraction: float | None, ranks: int) -> int:
 def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, device: str) -> Iterator[str]:
     """Numbers that must fit each other, with the legal value next to each that does not."""
     from .arguments import PAGE_SIZE, cpu_tokens, default_running, tokens_for_context
-    from .runtime.memory_plan import INPUT_BYTES, CapacityError, plan
+    from .runtime.memory_plan import CapacityError, plan, token_extra
 
     page_size = PAGE_SIZE if view.page_size is None else view.page_size
     if page_size not in PAGE_SIZES:
@@ -333,7 +333,7 @@ def _sizes(view: Any, config: V41Config, settings: Settings, weight_bytes: int, 
             weight_bytes=weight_bytes,
             budget_bytes=_memory(device, fraction, RankCounts.of(view).total),
             max_tokens=tokens,
-            token_extra=0 if device == "cpu" else INPUT_BYTES,
+            token_extra=token_extra(device == "cpu"),
         )
     except CapacityError as error:
         yield str(error) if fraction is None else f"--mem-fraction-static {fraction}: {error}"

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from ..model.config import V41Config
     from ..model.place import check_place
     from ..ranks import RankCounts
-    from ..runtime.memory_plan import INPUT_BYTES, plan
+    from ..runtime.memory_plan import plan, token_extra
     from ..settings import Settings
 
     on_cpu, memory = (False, args.memory) if args.memory is not None else _this_machine()
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             weight_bytes=weight_bytes,
             budget_bytes=memory,
             max_tokens=tokens,
-            token_extra=0 if on_cpu else INPUT_BYTES,
+            token_extra=token_extra(on_cpu),
         )
     except (ValueError, OSError) as error:
         print(f"deepinfer plan: {error}", file=sys.stderr)

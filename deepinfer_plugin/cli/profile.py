@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     pages, state = PagePool.allocate(model.page_layout, 1, model.device), StatePool(model.state_layout, 1, model.device)
     with torch.no_grad():
         if model.device.type == "cpu":
-            step, drafter = graphs.EagerStep(network, pages, state), graphs.EagerDraft(network.dspark, pages, state)
+            step = graphs.EagerStep(network, pages, state)
+            drafter = graphs.EagerDraft(network.dspark, pages, state) if block else None
             curve = measure_step(step, args.rows or usual_rows(model.device, sys.maxsize))
         else:  # as a server with default flags captures them
             rows = args.rows or graphs.row_counts(arguments.RUNNING_REQUESTS * (block + 1))

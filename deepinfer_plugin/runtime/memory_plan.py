@@ -19,6 +19,11 @@ JUNK_PAGES = JUNK_SLOTS = 1  # page 0 and slot 0 take what padding rows write
 INPUT_BYTES = 6 * 8
 
 
+def token_extra(on_cpu: bool) -> int:
+    """Bytes beside the pages for each of their tokens."""
+    return 0 if on_cpu else INPUT_BYTES
+
+
 class CapacityError(ValueError):
     """The machine or the arguments leave no room to serve; the message names the argument and its nearest legal
     value."""
@@ -92,7 +97,7 @@ def plan(
     place.
     budget_bytes: None means memory is not the limit; then ``max_tokens`` must be given.
     max_tokens: a cap on the page pool (``--max-total-tokens``); rounded down to whole pages.
-    token_extra: bytes beside the pages for each of their tokens, INPUT_BYTES on an accelerator.
+    token_extra: bytes beside the pages for each of their tokens (the function of that name).
 
     Raises:
         CapacityError: the cap or the budget is too small to serve one request; names the least legal value.

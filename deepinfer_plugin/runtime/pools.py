@@ -23,7 +23,7 @@ from torch import Tensor
 from deepinfer_plugin.arguments import context_length, tokens_for_context
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.memory import PageLayout, PagePool, StateLayout, StatePool
-from deepinfer_plugin.runtime.memory_plan import INPUT_BYTES, CapacityError, gib, plan
+from deepinfer_plugin.runtime.memory_plan import CapacityError, gib, plan, token_extra
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class PoolSizer(MemoryPoolConfigurator):
         self.config: V41Config = configurator.model.network.config
         self.running_requests = running_requests(configurator.attn_dp_size)
         self.context = configurator.model_config.context_len
-        self.token_extra = 0 if torch.device(configurator.device).type == "cpu" else INPUT_BYTES
+        self.token_extra = token_extra(torch.device(configurator.device).type == "cpu")
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         """

@@ -6,16 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..reference.attention import EMPTY_MAX, SOFTMAX_BLOCK, round_up
 from . import formats, places
 
-SOFTMAX_BLOCK = 64  # keys that share one running maximum
 MOST_DRAFTS = 64  # rows of a draft block at most; how many there are is known on the device only
 CHUNK_BYTES = 256 << 20
-_EMPTY_MAX = -1e30
-
-
-def _round_up(n: int) -> int:
-    return -(-n // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
 
 
 def sparse_attention(
@@ -39,8 +34,8 @@ def sparse_attention(
     rows, heads, size = q.shape
     if rows == 0:
         return torch.empty_like(q)
-    slots = _round_up(window_len if block_future is None else ring.shape[1] + min(rows, MOST_DRAFTS))
-    slots += 0 if selected is None else _round_up(selected.shape[1])
+    slots = round_up(window_len if block_future is None else ring.shape[1] + min(rows, MOST_DRAFTS))
+    slots += 0 if selected is None else round_up(selected.shape[1])
     # Gathering bytes takes an int64 address each.
     step = max(1, CHUNK_BYTES // (slots * (12 * size + 12 * heads)))
     out = []
@@ -75,7 +70,7 @@ def _window_keys(
     else:
         first, last = torch.clamp(window_floor, min=0), positions + block_future
         width = ring.shape[1] + min(window.shape[0], MOST_DRAFTS)
-    position = first[:, None] + torch.arange(_round_up(width), device=positions.device)
+    position = first[:, None] + torch.arange(round_up(width), device=positions.device)
     lowest = torch.clamp(torch.maximum(first, window_floor), min=0)
     there = (position >= lowest[:, None]) & (position <= last[:, None])
     back = positions[:, None] - position
@@ -90,7 +85,7 @@ def _window_keys(
 
 def _selected_keys(latent: Tensor, latent_scale: Tensor, pages: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
     groups = latent.shape[1]
-    padding = _round_up(selected.shape[1]) - selected.shape[1]
+    padding = round_up(selected.shape[1]) - selected.shape[1]
     selected = torch.nn.functional.pad(selected, (0, padding), value=-1)
     there = selected >= 0
     group = selected.clamp(min=0)
@@ -105,7 +100,7 @@ def _attend(q: Tensor, keys: Tensor, there: Tensor, sink: Tensor, scale: float) 
     logits = torch.bmm(q.to(torch.float32), keys.mT) * scale
     logits = logits.masked_fill(~there[:, None], -torch.inf)
     blocks = logits.unflatten(-1, (-1, SOFTMAX_BLOCK))  # [n, heads, blocks, SOFTMAX_BLOCK]
-    running = [blocks[..., 0, :].amax(-1).clamp(min=_EMPTY_MAX)]
+    running = [blocks[..., 0, :].amax(-1).clamp(min=EMPTY_MAX)]
     for block in range(1, blocks.shape[2]):
         running.append(torch.maximum(running[-1], blocks[..., block, :].amax(-1)))
     top, highest = running[-1], torch.stack(running, -1)

@@ -10,10 +10,10 @@ from .memory import window_unpack
 from .numeric import row_chunks, tree_sum
 
 SOFTMAX_BLOCK = 64  # keys that share one running maximum
-_EMPTY_MAX = -1e30  # running maximum before any key
+EMPTY_MAX = -1e30  # running maximum before any key
 
 
-def _round_up(n: int) -> int:
+def round_up(n: int) -> int:
     return -(-n // SOFTMAX_BLOCK) * SOFTMAX_BLOCK
 
 
@@ -39,7 +39,7 @@ def sparse_attention(
     if rows == 0:
         return torch.empty_like(q)
     table, key_ids = _window_keys(window, positions, fresh, row_slots, window_floor, ring, window_len, block_future)
-    slots = key_ids.shape[1] + (0 if selected is None else _round_up(selected.shape[1]))
+    slots = key_ids.shape[1] + (0 if selected is None else round_up(selected.shape[1]))
     out = torch.empty_like(q)
     for part in row_chunks(rows, slots * (3 * size + 4 * heads + heads * size // SOFTMAX_BLOCK) * 8):
         ids = key_ids[part]
@@ -78,7 +78,7 @@ def _window_keys(
     else:
         first, last = window_floor, positions + block_future
         width = max(1, int((last - first).max()) + 1)
-    position = first[:, None] + torch.arange(_round_up(width), device=positions.device)
+    position = first[:, None] + torch.arange(round_up(width), device=positions.device)
     lowest = torch.clamp(torch.maximum(first, window_floor), min=0)
     present = (position >= lowest[:, None]) & (position <= last[:, None])
     back = positions[:, None] - position
@@ -90,9 +90,7 @@ def _window_keys(
 def _selected_keys(latent: Tensor, latent_scale: Tensor, pages: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
     """Keys float64 [n, K rounded up, D] of selected groups (-1 absent), pages int64 [n, P] of each row's request."""
     groups = latent.shape[1]
-    padded = torch.full(
-        (selected.shape[0], _round_up(selected.shape[1])), -1, dtype=torch.int64, device=selected.device
-    )
+    padded = torch.full((selected.shape[0], round_up(selected.shape[1])), -1, dtype=torch.int64, device=selected.device)
     padded[:, : selected.shape[1]] = selected
     present = padded >= 0
     group = padded.clamp(min=0)
@@ -111,7 +109,7 @@ def _attend(q: Tensor, keys: list[Tensor], present: Tensor, sink: Tensor, scale:
     logits = ((dots[0] if len(dots) == 1 else torch.cat(dots, -1)) * scale).to(torch.float32).to(torch.float64)
     logits.masked_fill_(~present[:, None], -torch.inf)
     blocks = logits.unflatten(-1, (-1, SOFTMAX_BLOCK))  # [n, heads, blocks, SOFTMAX_BLOCK]
-    running = torch.cummax(blocks.amax(-1), -1).values.clamp_(min=_EMPTY_MAX)
+    running = torch.cummax(blocks.amax(-1), -1).values.clamp_(min=EMPTY_MAX)
     top = running[..., -1:]
     p = torch.exp(blocks - running[..., None])
     # A block's probabilities are relative to the maximum known when it is read and rounded there; later ones rescale.

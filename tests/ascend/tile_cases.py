@@ -49,6 +49,18 @@ def pages(r: int, d: int, g: int, block: int) -> tuple[Tensor, ...]:
     return e(r, d), values, scales, e(r, dtype=I64), e(r, dtype=I64), e(r, dtype=I32)
 
 
+def stored(r: int, places: int, w: int) -> tuple[Tensor, ...]:
+    return e(r, w, dtype=U8), e(5, places, w, dtype=U8), e(r, dtype=I64), e(r, dtype=I64), e(r, dtype=I32)
+
+
+def turned(r: int, a: int, d: int, n: int) -> tuple[Tensor, ...]:
+    return e(r, a, d), e(r, dtype=F32), e(n, dtype=F32), e(r, a, d)
+
+
+def normed(r: int, d: int) -> tuple[Tensor, ...]:
+    return e(r, d), e(d), e(r, d)
+
+
 CASES = {
     "collapse": TileCase(
         "hc_collapse",
@@ -71,19 +83,19 @@ CASES = {
         {"i": 2304},
         {"i": 64},
     ),
-    "norm": TileCase("rms_norm", norm.normed, lambda r, d: (e(r, d), e(d), e(r, d)), {"d": 5120}, {"d": 192}),
-    "norm q": TileCase("rms_norm", norm.normed, lambda r, d: (e(r, d), e(d), e(r, d)), {"d": 1280}, {"d": 128}),
+    "norm": TileCase("rms_norm", norm.normed, normed, {"d": 5120}, {"d": 192}),
+    "norm q": TileCase("rms_norm", norm.normed, normed, {"d": 1280}, {"d": 128}),
     "rope": TileCase(
         "rope",
         rope.turned,
-        lambda r, a, d, n: (e(r, a, d), e(r, dtype=F32), e(n, dtype=F32), e(r, a, d)),
+        turned,
         {"a": 64, "d": 512, "n": 32},
         {"a": 4, "d": 64, "n": 16},
     ),
     "rope index": TileCase(
         "rope",
         rope.turned,
-        lambda r, a, d, n: (e(r, a, d), e(r, dtype=F32), e(n, dtype=F32), e(r, a, d)),
+        turned,
         {"a": 32, "d": 128, "n": 32},
         {"a": 1, "d": 64, "n": 16},
     ),
@@ -111,39 +123,21 @@ CASES = {
     "row_write ring": TileCase(
         "window_write",
         row_write.store,
-        lambda r, places, w: (
-            e(r, w, dtype=U8),
-            e(5, places, w, dtype=U8),
-            e(r, dtype=I64),
-            e(r, dtype=I64),
-            e(r, dtype=I32),
-        ),
+        stored,
         {"places": 134, "w": 528},
         {"places": 11, "w": 66},
     ),
     "row_write tail": TileCase(
         "tail_write",
         row_write.store,
-        lambda r, places, w: (
-            e(r, w, dtype=U8),
-            e(5, places, w, dtype=U8),
-            e(r, dtype=I64),
-            e(r, dtype=I64),
-            e(r, dtype=I32),
-        ),
+        stored,
         {"places": 7, "w": 4096},
         {"places": 7, "w": 512},
     ),
     "row_write ngram": TileCase(
         "ngram_write",
         row_write.store,
-        lambda r, places, w: (
-            e(r, w, dtype=U8),
-            e(5, places, w, dtype=U8),
-            e(r, dtype=I64),
-            e(r, dtype=I64),
-            e(r, dtype=I32),
-        ),
+        stored,
         {"places": 9, "w": 8},
         {"places": 9, "w": 4},
     ),
