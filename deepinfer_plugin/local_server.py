@@ -4,7 +4,9 @@ the tests."""
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -30,10 +32,28 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# A server listens half a minute after its port was chosen. Below these numbers and above, others may take it meanwhile:
+# SGLang's rendezvous (22000 and up), and the system for whoever connects somewhere (32768 and up). From its port SGLang
+# derives others, 240 above it at most.
+PORTS = range(10240, 22000 - 256, 256)
+
+
+def claim_port() -> tuple[int, socket.socket]:
+    """A port for a server on this machine that will listen later, and what keeps it from every other caller until it is
+    closed, in this process and others: the port's namesake of UDP.
+
+    Raises:
+        OSError: all are taken.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            claim.bind(("127.0.0.1", port))
+            socket.create_server(("127.0.0.1", port)).close()
+            return port, claim
+        except OSError:
+            claim.close()
+    raise OSError(errno.EADDRINUSE, f"no free port among {PORTS[0]}, {PORTS[1]}, ..., {PORTS[-1]}")
 
 
 class LocalServer:
@@ -52,7 +72,7 @@ class LocalServer:
         timeout_s: float = 600,
         model_impl: str | None = "deepinfer",
     ):
-        self.port = free_port()
+        self.port, self._claim = claim_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log, self.timeout_s = Path(log), timeout_s
         self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
@@ -153,3 +173,4 @@ class LocalServer:
                 break
         self.process.wait()
         self.process = None
+        self._claim.close()

@@ -25,16 +25,6 @@ def pytest_xdist_make_scheduler(config, log):
     return scheduler(config, log)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def ports():
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        from .workers import own_ports
-
-        yield from own_ports()
-    else:
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Directory of a tiny checkpoint with every layer kind and feature."""

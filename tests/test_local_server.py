@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
 
-from deepinfer_plugin.local_server import LocalServer, ServerDied
+from deepinfer_plugin import local_server
+from deepinfer_plugin.local_server import LocalServer, ServerDied, claim_port
 
 STARTER = """
 import os, signal, sys
@@ -59,6 +61,34 @@ def test_all_of_a_group_ends(tmp_path):
     assert len(members) == 2
     server.stop(grace_s=1)
     assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
+
+
+CLAIM = """
+from deepinfer_plugin.local_server import claim_port
+port, claim = claim_port()
+print(port, flush=True)
+input()
+"""
+
+
+def test_no_port_is_given_out_twice(monkeypatch):
+    """Neither here nor to another process, before anybody listens; nor one on which somebody does."""
+    command = [sys.executable, "-c", CLAIM]
+    with contextlib.ExitStack() as held:
+        other = held.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        taken = [int(other.stdout.readline())]
+        monkeypatch.setattr(local_server, "PORTS", (*taken, 10241, 10243, 10245))
+        held.enter_context(socket.create_server(("127.0.0.1", 10245)))
+        for _ in range(2):
+            port, claim = claim_port()
+            held.enter_context(claim)
+            taken.append(port)
+        assert sorted(taken[1:]) == [10241, 10243]
+        with pytest.raises(OSError, match="no free port among"):
+            claim_port()
+        other.communicate("\n")
+    port, claim = claim_port()
+    claim.close()
 
 
 ANSWERS = """

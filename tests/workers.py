@@ -6,13 +6,9 @@ are handed out in the order in which they were collected, to whichever worker is
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 
 import pytest
-
-from deepinfer_plugin import local_server
 
 from .server.serving import VARIANTS
 
@@ -36,20 +32,3 @@ def scheduler(config: pytest.Config, log):
 
     config.option.loadscopereorder = False
     return ByGroup(config, log)
-
-
-def own_ports() -> Iterator[None]:
-    """A server listens seconds after its port was found free: no two workers may find the same one. (Linux hands out
-    odd ones.)"""
-    number, count = (int(os.environ[f"PYTEST_XDIST_WORKER{name}"].removeprefix("gw")) for name in ("", "_COUNT"))
-    any_port = local_server.free_port
-
-    def own_port() -> int:
-        while True:
-            port = any_port()
-            if port // 2 % count == number % count:
-                return port
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_server, "free_port", own_port)
-        yield

@@ -74,6 +74,7 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stop.set()
+        atexit.unregister(self._leave)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -75,6 +75,25 @@ def test_a_process_without_a_sign_of_life_is_named(ranks):
     assert ranks[0].verdict().reason.startswith(f"rank 2 (process {os.getpid()}) has given no sign of life for 30 s")
 
 
+STOPPED = """
+import sys, time
+from pathlib import Path
+from deepinfer_plugin.runtime.watchdog import ALIVE, SILENCE_S, Board, Watchdog
+path = Board.create(2)
+dogs = [Watchdog(Board(path, 2), rank, 60, print) for rank in range(2)]
+path.unlink()
+for dog in dogs:
+    dog.start()
+    dog.stop()
+    dog.own[ALIVE] -= int(2 * SILENCE_S * 1e9)
+"""
+
+
+def test_whoever_stopped_watching_says_nothing_when_it_ends():
+    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_the_thread_tells(ranks, monkeypatch):
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.05)
     told = threading.Event()
