@@ -234,7 +234,7 @@ def _ops(settings: Settings, device: str) -> Iterator[str]:
         return  # refused already; torch cannot even name an NPU without torch_npu
     try:
         # The device is not used in this process: what its ops compute is checked where the model is made.
-        select(device, settings.provider, dict(settings.ops), check=False)
+        select(device, settings.provider, dict(settings.ops), profile=settings.profile, check=False)
     except ValueError as error:
         yield str(error)
 

@@ -7,12 +7,12 @@ one provider per op, once, at start; nothing falls back later.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from . import ascend, cuda, identity, reference
+from . import ascend, blackwell, cuda, identity, reference
 from .ascend import tiles
 from .ops import OP_NAMES, PREPARED_FOR, Ops
 
@@ -33,10 +33,12 @@ class Provider:
     ops: Callable[[torch.device], Mapping[str, Callable[..., Any]]]
     device: str | None = None  # the only device type it is for, if there is one
     check: Callable[[Ops], None] | None = None  # asked when a table with its ops is made for an accelerator
+    profiles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # op -> the only rounding profiles it serves
 
 
 _PROVIDERS: list[Provider] = [
     Provider("cuda", cuda.unavailable, cuda.ops, "cuda", identity.check),
+    Provider("blackwell", blackwell.unavailable, blackwell.ops, "cuda", identity.check, blackwell.PROFILES),
     Provider("ascend", ascend.unavailable, ascend.ops, "npu", identity.check),
     Provider("ascend-tilelang", tiles.unavailable, tiles.ops, "npu", identity.check),
     Provider("reference", lambda device: None, lambda device: reference.OPS),
@@ -69,6 +71,7 @@ def select(
     provider: str = "auto",
     force: Mapping[str, str] | None = None,
     *,
+    profile: str | None = None,
     check: bool = True,
 ) -> Ops:
     """Choose a provider for every op.
@@ -79,12 +82,13 @@ def select(
             its ops. On a CPU the reference fills every gap. On any other device it never does by itself: a torch
             reference in float64 is right but so slow that running it there must be asked for.
         force: op -> provider name, before all else.
+        profile: the rounding profile of the model; None: not known, anything goes.
         check: on an accelerator, ask the providers' own checks, which use it; False for a process that must not.
 
     Raises:
-        ValueError: an unknown provider or op, a provider that cannot serve the device or lacks a forced op, or ops
-            that nobody serves; the message names them and what is legal. On an accelerator also ``IdentityError``:
-            the mHC ops were asked for known results and gave others.
+        ValueError: an unknown provider or op, a provider that cannot serve the device or lacks a forced op, ops that
+            nobody serves, or one that does not round as ``profile`` does; the message names them and what is legal. On
+            an accelerator also ``IdentityError``: the mHC ops were asked for known results and gave others.
     """
     device, force = torch.device(device), dict(force or {})
     known = {candidate.name: candidate for candidate in _PROVIDERS}
@@ -113,6 +117,13 @@ def select(
             f"no kernel provider{' among ' * bool(order)}{', '.join(order)} serves {', '.join(missing)} on {device}; "
             "choose 'reference' for them to run them slowly"
         )
+    for op, name in choices.items():
+        served = known[name].profiles.get(op)
+        if profile is not None and served is not None and profile not in served:
+            raise ValueError(
+                f"{op} of kernel provider {name!r} does not round as profile {profile!r} does; legal profiles there: "
+                f"{', '.join(served)}"
+            )
     ops = Ops(device, choices, tables)
     if check and device.type != "cpu":
         for verify in {known[name].check for name in choices.values()} - {None}:

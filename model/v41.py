@@ -65,7 +65,7 @@ class V41:
         rounding = profile_named(profile)
         config = V41Config.load(path)
         PageLayout.of(config, page_size)
-        ops = select(device, provider, force)
+        ops = select(device, provider, force, profile=profile)
         checkpoint = Checkpoint.open(path, config)
         table = EngramTable.load(path, config)
         with torch.device(device):

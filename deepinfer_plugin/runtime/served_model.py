@@ -45,7 +45,7 @@ class DeepInferForCausalLM(nn.Module):
             torch.set_num_threads(compute_threads(v41.hidden_size, max(cores, 1)))
         self.checkpoint: Checkpoint | None = Checkpoint.open(path, v41)
         self.debug = settings.debug
-        ops = select(device.type, settings.provider, dict(settings.ops))
+        ops = select(device.type, settings.provider, dict(settings.ops), profile=settings.profile)
         self.parallel = parallel_of_server(settings)
         table = EngramTable.load(path, v41)
         self.network = Network(v41, ops, profile_named(settings.profile), table, self.parallel)

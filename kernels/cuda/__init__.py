@@ -33,7 +33,12 @@ def unavailable(device: torch.device) -> str | None:
 
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation; on a CPU those that Triton can interpret."""
-    return _triton() | _cpp() if device.type == "cuda" else _triton()
+    return every_op() if device.type == "cuda" else _triton()
+
+
+def every_op() -> dict[str, Callable[..., Any]]:
+    """Op -> implementation, whatever the device: another provider may serve some of them on other GPUs."""
+    return _triton() | _cpp()
 
 
 def _interpreted() -> bool:

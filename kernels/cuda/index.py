@@ -97,7 +97,8 @@ class ScoresKernels:
             "WGMMA": columns,
         }
         self.queries, self.scores = (
-            jit.kernel("index_scores.cu", entry, (columns,), **defines) for entry in ("prepare_queries", "index_scores")
+            jit.kernel("index_scores.cu", entry, (columns,), jit.ARCH, **defines)
+            for entry in ("prepare_queries", "index_scores")
         )
 
 
@@ -142,8 +143,10 @@ def _select(scores: Tensor, block: int) -> jit.Kernel:
         block=block,
         held=next((held for held in HELD if chunks <= held), 0),
         vector=scores.data_ptr() % 16 == 0 and scores.shape[1] % 8 == 0,
+        arch=jit.arch_of(scores.device),
     )
 
 
-def select_kernel(*, wide: bool, block: int, held: int, vector: bool) -> jit.Kernel:
-    return jit.kernel("select.cu", "select", WIDE=int(wide), BLOCK=block, HELD=held, VECTOR=int(vector))
+def select_kernel(*, wide: bool, block: int, held: int, vector: bool, arch: str = jit.ARCH) -> jit.Kernel:
+    """It uses no instruction of one GPU, so it also runs on others than Hopper."""
+    return jit.kernel("select.cu", "select", arch=arch, WIDE=int(wide), BLOCK=block, HELD=held, VECTOR=int(vector))

@@ -1,8 +1,8 @@
-"""CUDA C++ compiled for Hopper on first use, cached on disk, launched on PyTorch's current stream.
+"""CUDA C++ compiled on first use, cached on disk, launched on PyTorch's current stream.
 
-A kernel is a ``.cu`` file of this folder, specialised by macros. NVRTC compiles it to a cubin: it comes with PyTorch,
-so neither a toolkit nor a host compiler is needed, and it works without a GPU. Cubins are kept under
-``$XDG_CACHE_HOME/deepinfer_plugin/kernels``, keyed by everything that goes into them.
+A kernel is a ``.cu`` file of this folder, specialised by macros, for Hopper unless another GPU is asked for. NVRTC
+compiles it to a cubin: it comes with PyTorch, so neither a toolkit nor a host compiler is needed, and it works without
+a GPU. Cubins are kept under ``$XDG_CACHE_HOME/deepinfer_plugin/kernels``, keyed by everything that goes into them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-ARCH = "sm_90a"  # wgmma exists under this name only
-OPTIONS = (f"--gpu-architecture={ARCH}", "--std=c++17", "--ptxas-options=-v")
+ARCH = "sm_90a"  # Hopper; wgmma exists under this name only
+OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 DIGEST = 32  # bytes of a sha256
 
 
@@ -37,6 +37,11 @@ class Source:
     file: str
     defines: tuple[tuple[str, int], ...]
     wgmma: tuple[int, ...]  # widths of the wgmma instructions it uses
+    arch: str = ARCH
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (f"--gpu-architecture={self.arch}", *OPTIONS)
 
     @property
     def text(self) -> str:
@@ -107,9 +112,17 @@ def _c_type(arg: Tensor | int | float) -> type:
     return ctypes.c_float if isinstance(arg, float) else ctypes.c_longlong
 
 
-def kernel(file: str, entry: str, wgmma: tuple[int, ...] = (), **defines: int) -> Kernel:
+def kernel(file: str, entry: str, wgmma: tuple[int, ...] = (), arch: str = ARCH, **defines: int) -> Kernel:
     """The kernel ``entry`` of ``file`` with these macros; compiled when it is first launched."""
-    return _kernel(Source(file, tuple(sorted(defines.items())), wgmma), entry)
+    return _kernel(Source(file, tuple(sorted(defines.items())), wgmma, arch), entry)
+
+
+@functools.cache
+def arch_of(device: torch.device) -> str:
+    """The architecture to compile for to run on a GPU; what has no GPU is compiled for Hopper."""
+    if device.type != "cuda":
+        return ARCH
+    return "sm_{}{}a".format(*torch.cuda.get_device_capability(device))
 
 
 def kernel_like(other: Kernel, entry: str) -> Kernel:
@@ -170,7 +183,7 @@ def _cache_path(source: Source) -> Path | None:
     """None where this user has no home."""
     from cuda.bindings import nvrtc
 
-    made_with = repr((_ok(nvrtc.nvrtcVersion()), OPTIONS)).encode()
+    made_with = repr((_ok(nvrtc.nvrtcVersion()), source.options)).encode()
     key = hashlib.sha256(made_with + source.text.encode()).hexdigest()[:32]
     try:
         return cache_folder() / f"{Path(source.file).stem}-{key}.cubin"
@@ -183,7 +196,7 @@ def compile_source(source: Source) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
     program = _ok(nvrtc.nvrtcCreateProgram(source.text.encode(), source.file.encode(), 0, [], []))
-    options = [option.encode() for option in OPTIONS]
+    options = [option.encode() for option in source.options]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS
     log = bytearray(_ok(nvrtc.nvrtcGetProgramLogSize(program)))
     _ok(nvrtc.nvrtcGetProgramLog(program, log))

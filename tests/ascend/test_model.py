@@ -19,7 +19,7 @@ def models(request, tiny):
     """The same checkpoint on the ascend provider and on the reference."""
     with documented.installed(), pytest.MonkeyPatch.context() as patch:
         reference = V41.load(tiny, profile=request.param)
-        patch.setattr(v41, "select", lambda *_: table())
+        patch.setattr(v41, "select", lambda *_, **__: table())
         ascend = V41.load(tiny, profile=request.param)
         assert set(ascend.ops.choices.values()) == {"ascend"}
         yield ascend, reference

@@ -10,6 +10,7 @@ from deepinfer_plugin.kernels.reference import OPS
 
 UNAVAILABLE = {
     "cuda": "it needs an NVIDIA GPU",
+    "blackwell": "it needs an NVIDIA GPU",
     "ascend": "it needs an Ascend 950",
     "ascend-tilelang": "it needs an Ascend 950",
 }
@@ -35,7 +36,13 @@ def fast():
 
 def test_the_reference_serves_everything_on_cpu():
     assert set(select().choices.values()) == {"reference"} and tuple(select().choices) == OP_NAMES
-    assert [provider.name for provider in providers()] == ["cuda", "ascend", "ascend-tilelang", "reference"]
+    assert [provider.name for provider in providers()] == [
+        "cuda",
+        "blackwell",
+        "ascend",
+        "ascend-tilelang",
+        "reference",
+    ]
 
 
 def test_auto_prefers_the_newest_and_fills_gaps_on_cpu(fast):
@@ -80,11 +87,11 @@ def test_off_cpu_the_reference_must_be_asked_for():
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("cpu", "cude"), "'cude' is unknown; legal: auto, fast, cuda, ascend, ascend-tilelang, reference"),
+        (("cpu", "cude"), "'cude' is unknown; legal: auto, fast, cuda, blackwell, ascend, ascend-tilelang, reference"),
         (("cpu", "auto", {"densee": "fast"}), "op 'densee' cannot be forced; legal: linear, dense"),
         (
             ("cpu", "auto", {"dense": "slow"}),
-            "'slow' forced for dense is unknown; legal: fast, cuda, ascend, ascend-tilelang, reference",
+            "'slow' forced for dense is unknown; legal: fast, cuda, blackwell, ascend, ascend-tilelang, reference",
         ),
         (("cpu", "auto", {"linear": "fast"}), "'fast' has no linear on cpu; legal: reference"),
         (
@@ -103,6 +110,21 @@ def test_refusals(fast, args, text):
 def test_a_name_is_registered_once(fast):
     with pytest.raises(ValueError, match="'fast' is registered already"):
         register(Provider("fast", lambda device: None, lambda device: {}))
+
+
+def test_a_provider_that_rounds_otherwise_is_refused():
+    profiles = {"dense": ("deepinfer", "float32")}
+    register(Provider("other", lambda device: None, lambda device: OPS, profiles=profiles))
+    try:
+        for profile in (None, "deepinfer"):
+            assert select("cpu", profile=profile).choices["dense"] == "other"
+        with pytest.raises(
+            ValueError, match=r"dense of kernel provider 'other' .* profile 'model' .*: deepinfer, float32"
+        ):
+            select("cpu", profile="model")
+        assert select("cpu", "reference", profile="model").choices["dense"] == "reference"
+    finally:
+        unregister("other")
 
 
 def test_table_for_the_doctor(fast):
