@@ -13,8 +13,7 @@ from deepinfer_plugin.cli import plan as command
 from deepinfer_plugin.model.checkpoint import DTYPE_NAMES, INDEX, expected_tensors
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.memory import PageLayout, PagePool, StateLayout, StatePool
-
-from .model.released import RELEASED
+from deepinfer_plugin.model.released import RELEASED
 
 GIB = 1 << 30
 SHARDS = 4

@@ -1,7 +1,8 @@
 """``deepinfer build [DIR]``: compile the CUDA kernels of a model ahead of their first use.
 
-Needs neither a GPU nor a CUDA toolkit. Without DIR the released model's shapes are compiled; ``--ranks`` divides the
-experts as expert parallelism does. Kernels that are compiled already are only counted.
+Needs neither a GPU nor a CUDA toolkit: every step that a server with these flags captures, one prefill and drafting run
+without memory and without launches, so that whatever they would launch is compiled. Without DIR the released model is
+built; only a checkpoint's config is read. Kernels that are compiled already are only counted.
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-RELEASED = {"hidden": 5120, "index_heads": 32, "index_head_dim": 128, "block_size": 8}
-RELEASED_EXPERTS = ((384, 2304, 6), (128, 2304, 3))  # network, draft stages
+from ..arguments import RUNNING_REQUESTS
+
+if TYPE_CHECKING:
+    from ..model.config import V41Config
+    from ..model.network import Network
+    from ..model.rows import Rows
+
+PREFILL = 8192  # rows of a prefill step, SGLang's default on a large GPU
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -20,57 +29,151 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "dir", metavar="DIR", type=Path, nargs="?", help="checkpoint directory; only its config is read"
     )
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="expert parallel ranks (default 1)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks that share the experts (default 1)")
+    parser.add_argument(
+        "--max-running-requests",
+        type=_positive,
+        default=RUNNING_REQUESTS,
+        metavar="N",
+        help=f"as the server will be told (default {RUNNING_REQUESTS})",
+    )
+    parser.add_argument(
+        "--context-length", type=_positive, metavar="N", help="as the server will be told (default: the model's)"
+    )
+    parser.add_argument("--page-size", type=int, default=128, metavar="N", help="likewise (default 128)")
+    parser.add_argument("--profile", default="model", metavar="NAME", help="--deepinfer-profile (default model)")
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not supported; legal: a positive number")
+    return int(text)
 
+
+def run(args: argparse.Namespace) -> int:
     from ..kernels.cuda import ahead, jit
 
+    started = time.perf_counter()
     try:
-        shapes = _shapes(args.dir, args.ranks)
-    except ValueError as error:
+        with ahead.compiling() as kernels:
+            network = _network(_config(args.dir), args.ranks, args.profile)
+            print(f"compiling for {jit.ARCH}; a new kernel takes seconds, some of them a minute", flush=True)
+            _steps(network, args)
+    except (jit.CompileError, ImportError, RuntimeError, ValueError) as error:
         print(f"deepinfer build: {error}", file=sys.stderr)
         return 2
-    sources = list(ahead.sources(**shapes))
-    started, compiled = time.perf_counter(), 0
-    print(f"compiling {len(sources)} kernels for {jit.ARCH}, some of them for minutes", flush=True)
-    for source in tqdm(sources, unit="kernel", mininterval=0.1 if sys.stderr.isatty() else 10):
-        try:
-            compiled += not jit.cached(source)
-            jit.cubin(source)
-        except (jit.CompileError, ImportError, RuntimeError) as error:
-            print(f"deepinfer build: {error}", file=sys.stderr)
-            return 2
+    from triton import knobs
+
     seconds = time.perf_counter() - started
-    print(f"{len(sources)} kernels for {jit.ARCH} in {jit.cache_folder()}: {compiled} compiled, {seconds:.1f} s")
+    print(
+        f"{kernels.count} kernels for {jit.ARCH} in {jit.cache_folder()} and {knobs.cache.dir}: {kernels.compiled} "
+        f"compiled, {seconds:.1f} s"
+    )
     return 0
 
 
-def _shapes(path: Path | None, ranks: int) -> dict:
-    from ..conflicts import PAGE_SIZES
+def _config(path: Path | None) -> V41Config:
     from ..model.config import V41Config
+    from ..model.released import RELEASED
 
-    if path is None:
-        shapes: dict = {**RELEASED, "expert_sets": RELEASED_EXPERTS}
-    else:
-        config = V41Config.load(path)
-        sets = [(config.experts, config.expert_dim, config.experts_per_token)]
-        if config.dspark is not None:
-            sets.append((config.dspark.experts, config.expert_dim, config.dspark.experts_per_token))
-        shapes = {
-            "hidden": config.hidden_size,
-            "index_heads": config.index_heads,
-            "index_head_dim": config.index_head_dim,
-            "block_size": config.candidate_block_size,
-            "expert_sets": tuple(sets),
-        }
-    for count, _, _ in shapes["expert_sets"]:
-        if ranks < 1 or count % ranks:
-            raise ValueError(f"--ranks {ranks} does not divide {count} experts; legal: a divisor of it")
-    return shapes | {
-        "expert_sets": tuple((count // ranks, inner, topk) for count, inner, topk in shapes["expert_sets"]),
-        "groups_per_page": tuple(sorted({size // ratio for size in PAGE_SIZES for ratio in (1, 2)})),
-    }
+    return V41Config.from_dict(RELEASED) if path is None else V41Config.load(path)
+
+
+def _network(config: V41Config, ranks: int, profile: str) -> Network:
+    """Without memory, laid out for the cuda provider.
+
+    Raises:
+        ValueError: ranks among which the experts do not divide, or an unknown profile.
+    """
+    import torch
+
+    from ..kernels.cuda import ahead
+    from ..model.engram_table import EngramTable
+    from ..model.network import Network
+    from ..model.profiles import profile_named
+
+    rounding, table = profile_named(profile), None
+    if rounding.dtype == torch.float32:
+        raise ValueError("--profile float32 is for debugging and runs the reference in part; legal: model, deepinfer")
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks} is not supported; legal: a divisor of {config.experts} experts")
+    with torch.device("meta"):
+        if (engram := config.engram) is not None:
+            layers, sizes = len(engram.layers), engram.max_ngram - 1
+
+            def numbers(*shape: int) -> torch.Tensor:
+                return torch.empty(shape, dtype=torch.int64)
+
+            table = EngramTable(
+                token_class=numbers(config.vocab_size),
+                pad_class=0,
+                multipliers=numbers(layers, engram.max_ngram),
+                primes=numbers(layers, sizes, engram.heads),
+                offsets=numbers(layers, sizes * engram.heads),
+            )
+        network = Network(config, ahead.ops(), rounding, table, _parallel(ranks) if ranks > 1 else None)
+        network.prepare()
+    return network
+
+
+def _parallel(ranks: int) -> Any:
+    """One of several ranks that divide the experts, as far as kernels can tell: where expert outputs travel, a rank's
+    experts are asked for pairs of a token and one choice."""
+    from ..model.parallel import ExpertSum, Here, Single
+    from ..model.place import Place, Share
+
+    class Pairs(Here):
+        def routed(self, experts: ExpertSum, x: Any, weights: Any, ids: Any) -> Any:
+            return experts(x, weights[:, :1], ids[:, :1])
+
+    class One(Single):
+        place = Place(Share(), Share(0, ranks))
+
+        def begin(self, rows: Rows) -> Here:
+            return Pairs(rows.count)
+
+    return One()
+
+
+def _steps(network: Network, args: argparse.Namespace) -> None:
+    """All that a server runs, on memory that is not there."""
+    import torch
+
+    from ..model.memory import PageLayout, PagePool, StateLayout, StatePool
+    from ..model.rows import Rows
+    from ..runtime import graphs
+
+    class Compiling:
+        """In the place of ``graphs.Graphs``."""
+
+        def capture(self, work: Callable[[], Any]) -> tuple[None, Any]:
+            return None, work()
+
+    config, longest = network.config, args.context_length or network.config.max_position
+    layout = PageLayout.of(config, args.page_size)
+    pages = PagePool.allocate(layout, 2, "meta")
+    state = StatePool(StateLayout.of(config), args.max_running_requests + 1, "meta")
+    each = 1 + config.draft_block
+    with torch.inference_mode():
+        counts = graphs.row_counts(args.max_running_requests * each)
+        widths = graphs.table_widths(longest, args.page_size)
+        step = graphs.StepGraphs(Compiling(), network, pages, state, counts, widths)  # type: ignore[arg-type]
+        for _, hidden in step.captured.values():
+            network.logits(hidden)
+        if network.dspark is not None:
+            requests = graphs.row_counts(args.max_running_requests)
+            graphs.DraftGraphs(Compiling(), network.dspark, pages, state, requests)  # type: ignore[arg-type]
+        rows = torch.empty(5, PREFILL, dtype=torch.int64, device="meta")
+        graphs.EagerStep(network, pages, state)(
+            Rows(
+                token_ids=rows[0],
+                positions=rows[1],
+                requests=rows[2],
+                cu_rows=rows[3, :2],
+                slots=rows[3, :1],
+                page_table=torch.empty(1, widths[0], dtype=torch.int64, device="meta"),
+                window_floor=rows[4],
+                writes_pages=torch.empty(PREFILL, dtype=torch.bool, device="meta"),
+            )
+        )

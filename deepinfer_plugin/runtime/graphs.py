@@ -114,7 +114,7 @@ class StepGraphs(EagerStep):
         self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The largest first: what it leaves in the pool is enough for the others.
         for count, width in progress(
-            "steps", [(count, width) for width in reversed(widths) for count in reversed(rows)]
+            "graphs of steps", [(count, width) for width in reversed(widths) for count in reversed(rows)]
         ):
             inputs = self._inputs(count, width)
             self._pad(inputs, 0, 0)
@@ -196,7 +196,7 @@ class DraftGraphs(EagerDraft):
         self.inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # anchors, positions, slots
         self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Draft]] = {}
         self._pad(0, most)
-        for count in progress("drafting", list(reversed(counts))):
+        for count in progress("graphs of drafting", list(reversed(counts))):
             self.captured[count] = graphs.capture(partial(self._run, self.inputs[:, :count]))
 
     def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> Draft:
@@ -243,7 +243,7 @@ def wanted(runner: Any) -> bool:
 
 def progress(what: str, work: Sequence[T]) -> Iterable[T]:
     """A bar on stderr: kernels compile at their first capture, which takes minutes on a new machine."""
-    return tqdm(work, desc=f"capturing {what}", unit="graph", file=sys.stderr)
+    return tqdm(work, desc=what, unit="graph", file=sys.stderr)
 
 
 def logged(what: str, counts: Sequence[int], work: Callable[[], T]) -> T:

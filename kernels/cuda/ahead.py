@@ -1,42 +1,102 @@
-"""Every CUDA C++ kernel a model can ask for, so that they can be compiled before they are needed."""
+"""Compiling kernels before they are needed, without a GPU.
+
+Inside ``compiling`` the ops of this provider run on tensors that have no memory (PyTorch's meta device): they do all
+they do for a GPU but launch nothing, so whatever a model would launch is compiled, in the very variants it would ask
+for. Triton's kernels go to Triton's own cache, those in CUDA C++ to ours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from . import experts, index, jit
+from ..ops import OP_NAMES, Ops
+from . import CAPABILITY, MULTIPROCESSORS, every_op, jit
+
+SHARED_BYTES = 227 << 10  # of a block
+THREADS = 1024  # of a block
 
 
-def sources(
-    *,
-    hidden: int,
-    expert_sets: tuple[tuple[int, int, int], ...],
-    index_heads: int,
-    index_head_dim: int,
-    groups_per_page: tuple[int, ...],
-    block_size: int,
-) -> Iterator[jit.Source]:
-    """Sources of a model's kernels.
+@dataclass
+class Kernels:
+    """What was asked for inside ``compiling``: names of Triton kernels, one an entry for each variant, and sources."""
 
-    Args:
-        hidden: channels of the model.
-        expert_sets: (experts on this device, their inner channels, chosen per token) of every kind of MoE layer.
-        index_heads, index_head_dim: of the indexer.
-        groups_per_page: compressed groups of a page, one per ratio.
-        block_size: groups of a candidate block.
+    triton: list[str] = field(default_factory=list)
+    sources: set[jit.Source] = field(default_factory=set)
+    compiled: int = 0  # of all, what was in no cache
+
+    @property
+    def count(self) -> int:
+        return len(self.triton) + len(self.sources)
+
+
+class _Driver:
+    """A Triton driver that loads nothing and launches nothing."""
+
+    device = -1  # compiled kernels are kept by device: no real one may find these
+
+    def __init__(self, capability: tuple[int, int]):
+        self.capability, self.utils = capability, self
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 10 * self.capability[0] + self.capability[1], 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": MULTIPROCESSORS}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[None, None, int, int, int]:
+        return None, None, 0, 0, THREADS
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *args, **named: None
+
+
+@contextmanager
+def compiling(capability: tuple[int, int] = CAPABILITY) -> Iterator[Kernels]:
+    """Ops that run inside, on meta tensors, compile for a GPU of that compute capability.
+
+    Raises:
+        RuntimeError: Triton was told to interpret its kernels (TRITON_INTERPRET), so there is nothing to compile.
     """
-    for groups in groups_per_page:
-        for low in (True, False):
-            yield index.ScoresKernels(index_head_dim, index_heads, groups, torch.bfloat16, low, True).scores.source
-    for held in index.HELD:
-        for block in (0, block_size):
-            yield index.select_kernel(wide=False, block=block, held=held, vector=True).source
-    for count, inner, topk in expert_sets:
-        for tiling in (experts.FEW, experts.MANY):
-            for rows, channels, gated in ((2 * inner, hidden, True), (hidden, inner, False)):
-                shape = (count, -(-rows // experts.ROWS), -(-channels // experts.CHANNELS), 0)
-                product = experts.Product(torch.empty(shape, device="meta"), torch.empty(count, device="meta"), False)
-                out = experts.padded(inner) if gated else hidden
-                yield product.kernel(tiling, topk, gated, out)[0].source
+    from triton import knobs
+    from triton.runtime import driver
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
+    found = Kernels()
+
+    def source(asked: jit.Source) -> None:
+        if asked not in found.sources:
+            found.compiled += not jit.cached(asked)
+            jit.cubin(asked)
+            found.sources.add(asked)
+
+    def listener(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+        found.triton.append(src.name)
+        found.compiled += not cache_hit
+
+    before = driver._active
+    driver.set_active(_Driver(capability))
+    try:
+        with knobs.compilation.scope(), jit.instead_of_launching(source):
+            knobs.compilation.listener = listener
+            yield found
+    finally:
+        driver._active = before
+
+
+def ops() -> Ops:
+    """The op table of this provider for meta tensors; for use inside ``compiling``."""
+    return Ops(torch.device("meta"), dict.fromkeys(OP_NAMES, "cuda"), {"cuda": every_op()})

@@ -104,6 +104,8 @@ def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
     row_tiles, channel_tiles = -(-rows.shape[0] // ROWS), -(-2 * half // CHANNELS)
     tiles = torch.empty(experts, row_tiles, channel_tiles, TILE_BYTES, dtype=torch.uint8, device=codes.device)
     factors = torch.empty(experts, dtype=torch.float32, device=codes.device)
+    if codes.is_meta:  # only shapes are asked for
+        return Product(tiles, factors, nan_scales=False)
     lost = torch.empty(experts, dtype=torch.bool, device=codes.device)
     for expert in range(experts):  # one at a time: the unpacked form is eight times as large
         padded = torch.zeros(row_tiles * ROWS, channel_tiles * CHANNELS // 2, dtype=torch.uint8, device=codes.device)
@@ -190,7 +192,7 @@ def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: floa
 
     route.launch((count,), 512, 0, ids, weights, begins, counts, order, in_order, tokens)
     gather.launch((groups, -(-padded(experts.hidden) // 1024)), 256, 0, x, begins, order, gathered, experts.hidden)
-    blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    blocks = jit.multiprocessors(x.device)
     tilings = (FEW,) if tokens <= FEW.most else (FEW, MANY)  # a token chooses an expert once
     for product, gated, left, result in (
         (experts.gate_up, True, gathered, hidden),

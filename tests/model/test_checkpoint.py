@@ -23,9 +23,8 @@ from deepinfer_plugin.model.checkpoint import (
     expected_tensors,
 )
 from deepinfer_plugin.model.config import ConfigError, V41Config
+from deepinfer_plugin.model.released import RELEASED
 from deepinfer_plugin.model.tiny import SHARD_NAMES
-
-from .released import RELEASED
 
 FIRST, MIDDLE, LAST = SHARD_NAMES
 CONFIDENCE = "mtp.2.confidence_head.proj.weight"

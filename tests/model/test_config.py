@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from deepinfer_plugin.model.config import INTEGER_LISTS, INTEGERS, NUMBERS, ConfigError, V41Config, ring_length
+from deepinfer_plugin.model.released import RELEASED
 from deepinfer_plugin.model.rope import inverse_frequencies
-
-from .released import RELEASED
 
 
 def edited(**changes):

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.engram_table import EngramError, EngramTable, prime_walk, table_rows, token_classes
+from deepinfer_plugin.model.released import RELEASED
 from deepinfer_plugin.model.tiny_tokenizer import build_tokenizer
-
-from .released import RELEASED
 
 
 def words(*texts, decoder=None):

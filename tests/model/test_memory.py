@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.memory import PageLayout, PagePool, StateLayout, StatePool
-
-from .released import RELEASED
+from deepinfer_plugin.model.released import RELEASED
 
 CONFIG = V41Config.from_dict(RELEASED)
 

@@ -3,8 +3,7 @@
 import pytest
 
 from deepinfer_plugin.model.config import V41Config
-
-from ..model.released import RELEASED
+from deepinfer_plugin.model.released import RELEASED
 
 SMALL = {
     "vocab_size": 256,

@@ -1,4 +1,4 @@
-"""The released config.json, as far as the network reads it: what full-size arithmetic is checked against."""
+"""The released config.json, as far as the network reads it: for sizes where no checkpoint is at hand."""
 
 RELEASED = {
     "architectures": ["DeepseekV41ForCausalLM"],
