@@ -255,9 +255,8 @@ class Ours(Policy):
     def learn(self, now: Round, verified: Ints, accepted: Ints, seconds: float) -> None:
         self.planner.reliability.observe(now.newest, verified, accepted)
         row_tokens = int(((1 + verified) * now.contexts).sum())
-        self.planner.cost.observe(
-            self.requests + int(verified.sum()), self.timed(seconds), row_tokens, int(now.contexts.sum())
-        )
+        rows, request_tokens = self.requests + int(verified.sum()), int(now.contexts.sum())
+        self.planner.cost.observe(rows, self.requests, self.timed(seconds), row_tokens, request_tokens)
 
 
 class Oracle(Policy):

@@ -173,12 +173,13 @@ class Schedule:
         assert done.verified is not None and done.sampled is not None and done.end is not None
         survivals, verified, right = done.survivals.numpy(), done.lengths.numpy() - 1, np.array(accepted)
         forward, cost, contexts = done.start.until(done.verified), self.planner.cost, done.contexts
-        cost.observe(done.rows.total, forward, int(((verified + 1) * contexts).sum()), int(contexts.sum()))
-        cost.sampling.observe(len(contexts), done.verified.until(done.sampled))
+        count, row_tokens = len(contexts), int(((verified + 1) * contexts).sum())
+        cost.observe(done.rows.total, count, forward, row_tokens, int(contexts.sum()))
+        cost.sampling.observe(count, done.verified.until(done.sampled))
         if done.drafts:
-            cost.drafting.observe(len(contexts), done.sampled.until(done.end))
+            cost.drafting.observe(count, done.sampled.until(done.end))
         if self.last_end is not None:  # a prefill or nothing to do may lie between, which a median does not mind
-            cost.between.observe(len(contexts), max(0.0, self.last_end.until(done.start)))
+            cost.between.observe(count, max(0.0, self.last_end.until(done.start)))
         self.last_end = done.end
         self.planner.reliability.observe(survivals, verified, right)
         self.metrics.observe(
@@ -189,5 +190,5 @@ class Schedule:
             planned_rows=done.plan.total,
             planned_tokens=done.plan.tokens,
             planned_seconds=done.plan.seconds,
-            real_seconds=done.start.until(done.end) + cost.between(len(contexts)),
+            real_seconds=done.start.until(done.end) + cost.between(count),
         )

@@ -125,8 +125,8 @@ def measure_context(
 
 
 class SideCost:
-    """Seconds that a step takes beside its forward for so many sequences: the median of what was observed for that
-    number, or for any until there is enough; 0 before the first observation."""
+    """What a step of so many sequences costs beside what the curve says, in seconds unless said otherwise: the median
+    of what was observed for that number, or for any until there is enough; 0 before the first observation."""
 
     WINDOW, ENOUGH, WINDOW_ALL = 9, 5, 256
 
@@ -145,15 +145,18 @@ class SideCost:
 
 
 class StepCost:
-    """The curve, and what serving has taught since about context length, sampling and drafting.
+    """The curve, and what serving has taught since about speed, context length, sampling and drafting.
 
     The curve is measured with short contexts and is the forward alone. What a real forward took beyond it is explained
-    by the tokens attended to, by every row or once per request. Time that does not depend on rows matters as much: the
-    more of it, the more a step should carry.
+    by the machine's speed where contexts are short, and by the tokens attended to, by every row or once per request,
+    where they are long: the noise of a step, divided by few tokens, would be a price of tokens that means nothing. Time
+    that does not depend on rows matters as much: the more of it, the more a step should carry.
     """
 
     WINDOW, ENOUGH, REFIT = 256, 16, 32  # steps kept, needed, and between two fits
     SPREAD = 0.5  # rows per request must vary by this much before rows and requests can be told apart
+    NEAR = 4  # steps apart: what else the machine does meets neighbours alike, and steps of another minute do not
+    LONG = 1024  # tokens a request, on average: from here on a step says something about context
 
     def __init__(self, curve: Curve | None):
         self.curve = curve
@@ -163,6 +166,7 @@ class StepCost:
         self._table = np.zeros(0)
         self._steps: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
         self._observed = 0
+        self.slower = SideCost()  # not seconds: the part by which a forward takes longer than the curve says
         self.sampling, self.drafting, self.between = SideCost(), SideCost(), SideCost()
 
     @property
@@ -181,14 +185,19 @@ class StepCost:
         if len(self._table) <= most:
             self._table = self.curve.at(np.arange(2 * most + 1))
         beside = self.sampling(least) + self.drafting(least) + self.between(least)
-        return self._table[least : most + 1] + beside
+        return self._table[least : most + 1] * (1 + self.slower(least)) + beside
 
-    def observe(self, rows: int, seconds: float, row_tokens: int, request_tokens: int) -> None:
-        """The forward of a verification of ``rows`` rows took ``seconds``. row_tokens: context tokens summed over
-        rows; request_tokens: summed over requests."""
-        if self.curve is None or request_tokens <= 0:
+    def observe(self, rows: int, requests: int, seconds: float, row_tokens: int, request_tokens: int) -> None:
+        """The forward of a verification of ``rows`` rows of ``requests`` requests took ``seconds``. row_tokens: context
+        tokens summed over rows; request_tokens: summed over requests."""
+        if self.curve is None:
             return
-        beyond = seconds - float(self.curve.at(np.array([rows]))[0])
+        measured = float(self.curve.at(np.array([rows]))[0])
+        if request_tokens < self.LONG * requests:
+            context = self.row_context * row_tokens + self.request_context * request_tokens
+            self.slower.observe(requests, (seconds - context) / measured - 1)
+            return
+        beyond = seconds - measured * (1 + self.slower(requests))
         self._steps.append((row_tokens / request_tokens, beyond / request_tokens))
         self._observed += 1
         if len(self._steps) >= self.ENOUGH and self._observed % self.REFIT == 0:
@@ -197,20 +206,31 @@ class StepCost:
     def _fit(self) -> None:
         """beyond / request_tokens = request_context + row_context * (rows per request, weighted by context).
 
-        Medians all the way: the slope is the median over pairs of steps (Theil-Sen), the rest a median of residuals.
-        Where rows per request hardly vary, the two cannot be told apart: a split known before is kept, and
-        without one everything is booked on rows, which sizes the total as if rows were to blame but ranks nobody.
+        Medians all the way: the slope is the median over pairs of neighbouring steps (Theil-Sen), the rest a median of
+        residuals. A slope known before moves only as far as the evidence forces it, two standard errors from the median
+        by a sign test. Where rows per request hardly vary, the two cannot be told apart: a split known before is kept,
+        and without one everything is booked on rows, which sizes the total as if rows were to blame but ranks nobody.
         """
         depth, excess = np.array(self._steps).T
-        low, high = np.quantile(depth, [0.1, 0.9])
-        if high - low >= self.SPREAD:
-            run, rise = (values[:, None] - values for values in (depth, excess))
-            far = run >= self.SPREAD
-            self.row_context = max(0.0, float(np.median(rise[far] / run[far])))
+        slopes = self._slopes(depth, excess)
+        if len(slopes) >= self.ENOUGH:
+            error = 1 / np.sqrt(len(slopes) / self.NEAR)  # neighbours' pairs share steps
+            low, middle, high = np.quantile(slopes, [max(0.0, 0.5 - error), 0.5, min(1.0, 0.5 + error)])
+            known = np.clip(self.row_context, low, high) if self.context_split_known else middle
+            self.row_context = max(0.0, float(known))
             self.context_split_known = True
         elif not self.context_split_known:
             self.row_context = max(0.0, float(np.median(excess / depth)))
         self.request_context = max(0.0, float(np.median(excess - self.row_context * depth)))
+
+    def _slopes(self, depth: NDArray[np.float64], excess: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of pairs of neighbouring steps whose depths differ enough."""
+        found = []
+        for apart in range(1, self.NEAR + 1):
+            run, rise = depth[apart:] - depth[:-apart], excess[apart:] - excess[:-apart]
+            far = abs(run) >= self.SPREAD
+            found.append(rise[far] / run[far])
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True)

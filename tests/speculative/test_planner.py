@@ -297,7 +297,7 @@ class TestContext:
         curve = Curve((1, 400), (10e-3, 20e-3), padded=False)
         mine = planner(curve)
         for _ in range(64):
-            mine.cost.observe(60, 15e-3, 3 * 1_000_000, 1_000_000)
+            mine.cost.observe(60, 20, 15e-3, 3 * 1_000_000, 1_000_000)
         assert mine.cost.row_context > 0 and not mine.cost.context_split_known
         contexts = np.array([1_000, 100_000] * 10)
         assert [mine.plan(certain(20, 0.7), contexts).price for _ in range(3)] == [0, 0, 0]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,7 +151,8 @@ class TestCorrections:
             seconds = base + row_context * tokens * rows / requests + request_context * tokens
             if random.random() < 0.1:
                 seconds *= 5  # something else ran
-            cost.observe(rows, seconds * (1 + noise * random.standard_normal()), tokens * rows // requests, tokens)
+            seconds *= 1 + noise * random.standard_normal()
+            cost.observe(rows, requests, seconds, tokens * rows // requests, tokens)
 
     @pytest.mark.parametrize(("row", "request_"), [(2e-8, 0.0), (0.0, 5e-8), (2e-8, 5e-8)])
     def test_rows_and_requests_are_told_apart_when_depth_varies(self, row, request_):
@@ -171,6 +173,21 @@ class TestCorrections:
         self.serve(cost, [4], 2e-8, 4e-8)
         assert cost.row_context == 2e-8 and cost.request_context == pytest.approx(4e-8, rel=0.2)
 
+    def test_short_contexts_tell_how_fast_the_machine_is(self):
+        cost = StepCost(replace(EAGER, row_context=1e-8, request_context=0.0))
+        for rows in (4, 5, 6, 7, 8) * 20:
+            cost.observe(rows, 2, 1.5 * float(EAGER.at(np.array([rows]))[0]) + 1e-8 * rows * 100, 100 * rows, 200)
+        assert cost.steps(4, 8) == pytest.approx(1.5 * EAGER.at(np.arange(4, 9)))
+        assert (cost.row_context, cost.request_context) == (1e-8, 0.0), "100 tokens cost less than a step's noise"
+
+    def test_a_price_of_context_outlives_a_busy_machine(self):
+        cost = StepCost(replace(EAGER, row_context=1e-8, request_context=0.0))
+        for busy in (False, True) * 8:  # for 16 steps at a time, which happen to be deeper
+            for rows in (12, 14, 16, 18) * 4 if busy else (4, 6, 8, 10) * 4:
+                seconds = float(EAGER.at(np.array([rows]))[0]) + 1e-8 * rows * 4_000
+                cost.observe(rows, 2, seconds + 30e-3 * busy, 4_000 * rows, 8_000)
+        assert cost.row_context == pytest.approx(1e-8)
+
     def test_steps_include_the_sampler(self):
         cost = StepCost(GRAPHS)
         assert cost.steps(2, 5).tolist() == [10e-3, 10e-3, 10e-3, 12e-3]
@@ -190,4 +207,4 @@ class TestCorrections:
     def test_profiled(self):
         assert StepCost(GRAPHS).profiled
         assert not StepCost(None).profiled and StepCost(None).why_unprofiled == "no step-cost curve"
-        StepCost(None).observe(4, 1.0, 10, 10)
+        StepCost(None).observe(4, 4, 1.0, 10, 10)
