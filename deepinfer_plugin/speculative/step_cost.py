@@ -145,18 +145,19 @@ class SideCost:
 
 
 class StepCost:
-    """The curve, and what serving has taught since about speed, context length, sampling and drafting.
+    """The curve, and what serving has taught since about rows, context length, sampling and drafting.
 
-    The curve is measured with short contexts and is the forward alone. What a real forward took beyond it is explained
-    by the machine's speed where contexts are short, and by the tokens attended to, by every row or once per request,
-    where they are long: the noise of a step, divided by few tokens, would be a price of tokens that means nothing. Time
-    that does not depend on rows matters as much: the more of it, the more a step should carry.
+    The curve is measured with short contexts, a request a row, and is the forward alone. What a real forward took
+    beyond it is booked on the step and on its drafts where contexts are short, and on the tokens attended to, by every
+    row or once per request, where they are long: the noise of a step, divided by few tokens, would be a price of tokens
+    that means nothing. Time that does not depend on rows matters as much: the more of it, the more a step should carry.
     """
 
     WINDOW, ENOUGH, REFIT = 256, 16, 32  # steps kept, needed, and between two fits
     SPREAD = 0.5  # rows per request must vary by this much before rows and requests can be told apart
     NEAR = 4  # steps apart: what else the machine does meets neighbours alike, and steps of another minute do not
     LONG = 1024  # tokens a request, on average: from here on a step says something about context
+    FARTHEST = 4.0  # times dearer or cheaper than the curve says is as far as a row's price goes
 
     def __init__(self, curve: Curve | None):
         self.curve = curve
@@ -164,9 +165,11 @@ class StepCost:
         self.request_context = (curve and curve.request_context) or 0.0  # seconds per request and context token
         self.context_split_known = curve is not None and curve.row_context is not None
         self._table = np.zeros(0)
-        self._steps: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)  # of long contexts
+        self._short: deque[tuple[int, float, float]] = deque(maxlen=self.WINDOW)
         self._observed = 0
-        self.slower = SideCost()  # not seconds: the part by which a forward takes longer than the curve says
+        self.draft_price = 1.0  # of a draft's row, times what the curve says
+        self.anchors = SideCost()  # seconds that a forward of anchors alone takes beyond the curve
         self.sampling, self.drafting, self.between = SideCost(), SideCost(), SideCost()
 
     @property
@@ -181,55 +184,80 @@ class StepCost:
     def steps(self, least: int, most: int) -> NDArray[np.float64]:
         """Seconds of steps of ``least`` requests and least..most rows without context: the forward, sampling, drafting,
         and what passes until the next one can start."""
+        beside = self.sampling(least) + self.drafting(least) + self.between(least)
+        return self._forward(least, most) + beside
+
+    def _forward(self, least: int, most: int) -> NDArray[np.float64]:
         assert self.curve is not None
         if len(self._table) <= most:
             self._table = self.curve.at(np.arange(2 * most + 1))
-        beside = self.sampling(least) + self.drafting(least) + self.between(least)
-        return self._table[least : most + 1] * (1 + self.slower(least)) + beside
+        anchors = float(self._table[least])
+        return anchors + self.anchors(least) + self.draft_price * (self._table[least : most + 1] - anchors)
 
     def observe(self, rows: int, requests: int, seconds: float, row_tokens: int, request_tokens: int) -> None:
         """The forward of a verification of ``rows`` rows of ``requests`` requests took ``seconds``. row_tokens: context
         tokens summed over rows; request_tokens: summed over requests."""
         if self.curve is None:
             return
-        measured = float(self.curve.at(np.array([rows]))[0])
-        if request_tokens < self.LONG * requests:
-            context = self.row_context * row_tokens + self.request_context * request_tokens
-            self.slower.observe(requests, (seconds - context) / measured - 1)
-            return
-        beyond = seconds - measured * (1 + self.slower(requests))
-        self._steps.append((row_tokens / request_tokens, beyond / request_tokens))
         self._observed += 1
+        if request_tokens < self.LONG * requests:
+            seconds -= self.row_context * row_tokens + self.request_context * request_tokens
+            anchors, measured = self.curve.at(np.array([requests, rows]))
+            self._short.append((requests, measured - anchors, seconds))
+            if self._observed % self.REFIT == 0:
+                self._fit_rows()
+            beyond = seconds - anchors - self.draft_price * (measured - anchors)
+            self.anchors.observe(requests, max(beyond, -0.9 * anchors))
+            return
+        beyond = seconds - float(self._forward(requests, rows)[-1])
+        self._steps.append((row_tokens / request_tokens, beyond / request_tokens))
         if len(self._steps) >= self.ENOUGH and self._observed % self.REFIT == 0:
-            self._fit()
+            self._fit_context()
 
-    def _fit(self) -> None:
+    def _fit_rows(self) -> None:
+        """By what seconds rise where the curve does, between neighbouring steps of as many requests."""
+        assert self.curve is not None
+        requests, rise, seconds = np.array(self._short).T
+        slopes = self._slopes(rise, seconds, FLAT * self.curve.seconds[0], requests)
+        if len(slopes) >= self.ENOUGH:
+            price = self._forced(self.draft_price, slopes)
+            self.draft_price = float(np.clip(price, 1 / self.FARTHEST, self.FARTHEST))
+
+    def _fit_context(self) -> None:
         """beyond / request_tokens = request_context + row_context * (rows per request, weighted by context).
 
         Medians all the way: the slope is the median over pairs of neighbouring steps (Theil-Sen), the rest a median of
-        residuals. A slope known before moves only as far as the evidence forces it, two standard errors from the median
-        by a sign test. Where rows per request hardly vary, the two cannot be told apart: a split known before is kept,
-        and without one everything is booked on rows, which sizes the total as if rows were to blame but ranks nobody.
+        residuals. Where rows per request hardly vary, the two cannot be told apart: a split known before is kept, and
+        without one everything is booked on rows, which sizes the total as if rows were to blame but ranks nobody.
         """
         depth, excess = np.array(self._steps).T
-        slopes = self._slopes(depth, excess)
+        slopes = self._slopes(depth, excess, self.SPREAD)
         if len(slopes) >= self.ENOUGH:
-            error = 1 / np.sqrt(len(slopes) / self.NEAR)  # neighbours' pairs share steps
-            low, middle, high = np.quantile(slopes, [max(0.0, 0.5 - error), 0.5, min(1.0, 0.5 + error)])
-            known = np.clip(self.row_context, low, high) if self.context_split_known else middle
-            self.row_context = max(0.0, float(known))
+            known = self._forced(self.row_context, slopes) if self.context_split_known else float(np.median(slopes))
+            self.row_context = max(0.0, known)
             self.context_split_known = True
         elif not self.context_split_known:
             self.row_context = max(0.0, float(np.median(excess / depth)))
         self.request_context = max(0.0, float(np.median(excess - self.row_context * depth)))
 
-    def _slopes(self, depth: NDArray[np.float64], excess: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of pairs of neighbouring steps whose depths differ enough."""
+    def _forced(self, known: float, slopes: NDArray[np.float64]) -> float:
+        """What was known, moved only as far as evidence forces it: to two standard errors from the median of
+        ``slopes``, by a sign test."""
+        error = 1 / np.sqrt(len(slopes) / self.NEAR)  # neighbours' pairs share steps
+        low, high = np.quantile(slopes, [max(0.0, 0.5 - error), min(1.0, 0.5 + error)])
+        return float(np.clip(known, low, high))
+
+    def _slopes(
+        self, x: NDArray[np.float64], y: NDArray[np.float64], least: float, kinds: NDArray[np.float64] | None = None
+    ) -> NDArray[np.float64]:
+        """dy / dx of pairs of neighbouring steps, of one kind, that differ by at least ``least``."""
         found = []
         for apart in range(1, self.NEAR + 1):
-            run, rise = depth[apart:] - depth[:-apart], excess[apart:] - excess[:-apart]
-            far = abs(run) >= self.SPREAD
-            found.append(rise[far] / run[far])
+            run, rise = x[apart:] - x[:-apart], y[apart:] - y[:-apart]
+            useful = abs(run) >= least
+            if kinds is not None:
+                useful &= kinds[apart:] == kinds[:-apart]
+            found.append(rise[useful] / run[useful])
         return np.concatenate(found)
 
 

@@ -173,11 +173,15 @@ class TestCorrections:
         self.serve(cost, [4], 2e-8, 4e-8)
         assert cost.row_context == 2e-8 and cost.request_context == pytest.approx(4e-8, rel=0.2)
 
-    def test_short_contexts_tell_how_fast_the_machine_is(self):
-        cost = StepCost(replace(EAGER, row_context=1e-8, request_context=0.0))
-        for rows in (4, 5, 6, 7, 8) * 20:
-            cost.observe(rows, 2, 1.5 * float(EAGER.at(np.array([rows]))[0]) + 1e-8 * rows * 100, 100 * rows, 200)
-        assert cost.steps(4, 8) == pytest.approx(1.5 * EAGER.at(np.arange(4, 9)))
+    @pytest.mark.parametrize(("step", "draft"), [(1.5, 1.5), (1.5, 0.4), (0.7, 1.0)])
+    def test_short_contexts_tell_what_a_step_and_a_draft_cost(self, step, draft):
+        cost, random = StepCost(replace(EAGER, row_context=1e-8, request_context=0.0)), np.random.default_rng(0)
+        rows = np.arange(6, 17)
+        real = step * EAGER.at(np.array([6])) + draft * (EAGER.at(rows) - EAGER.at(np.array([6])))
+        for each in random.integers(0, len(rows), 300):
+            seconds = real[each] * (1 + 0.02 * random.standard_normal()) + 1e-8 * int(rows[each]) * 100
+            cost.observe(int(rows[each]), 6, seconds, 100 * int(rows[each]), 600)
+        assert cost.steps(6, 16) == pytest.approx(real, rel=0.05) and cost.draft_price == pytest.approx(draft, abs=0.1)
         assert (cost.row_context, cost.request_context) == (1e-8, 0.0), "100 tokens cost less than a step's noise"
 
     def test_a_price_of_context_outlives_a_busy_machine(self):
