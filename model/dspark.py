@@ -148,13 +148,14 @@ class DSpark:
         slots: Tensor,
         state: StatePool,
         pages: Any,
-        choose: Callable[[Tensor], Tensor] | None = None,
+        choose: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Draft:
         """Draft one block per request.
 
         anchors: int64 [B] newest token of each request, not yet run through the network.
         positions: int64 [B] its position, at least 1: the context window of the positions before it must be
-        in ``state``. choose: logits float32 [B, vocab] -> token ids [B]; default: greedy.
+        in ``state``. choose: logits float32 [B, vocab] after tokens at positions int64 [B] -> token ids int64 [B];
+        default: greedy.
 
         On many ranks all call it together, with any B, also 0: the stages have routed experts.
         """
@@ -189,6 +190,6 @@ class DSpark:
             logits = base[:, j] + bias
             if self.has_confidence:
                 confidences.append(last.confidence_head(hidden[:, j], embedding))
-            previous = logits.argmax(dim=-1) if choose is None else choose(logits)
+            previous = logits.argmax(dim=-1) if choose is None else choose(logits, positions + j)
             drafts.append(previous)
         return Draft(torch.stack(drafts, 1), base, torch.stack(confidences, 1) if confidences else None)

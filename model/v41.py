@@ -6,7 +6,7 @@ in chunks of any size, and forked at a cached prefix, whose window it rebuilds b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -245,8 +245,9 @@ class Session:
                 self.extend([token])
 
     @torch.inference_mode()
-    def draft(self, anchor: int) -> Draft:
-        """Draft the tokens after ``anchor``, which follows the session's last token and has not been run."""
+    def draft(self, anchor: int, choose: Callable[[Tensor, Tensor], Tensor] | None = None) -> Draft:
+        """Draft the tokens after ``anchor``, which follows the session's last token and has not been run. choose: as
+        ``DSpark.draft``'s; default: greedy."""
         if self.network.dspark is None:
             raise ValueError("draft: this checkpoint has no DSpark head (dspark_block_size is 0)")
         if self.replay or not self.length:
@@ -254,7 +255,7 @@ class Session:
         device = self.model.device
         anchors, positions = torch.tensor([[anchor], [self.length]], device=device)
         slots = torch.ones(1, dtype=torch.int64, device=device)
-        return self.network.dspark.draft(anchors, positions, slots, self.state, self.pages)
+        return self.network.dspark.draft(anchors, positions, slots, self.state, self.pages, choose)
 
     def fork(self, prefix: int, capacity: int | None = None) -> Session:
         """A new sequence that shares the first ``prefix`` tokens, as a prefix-cache hit does: it inherits

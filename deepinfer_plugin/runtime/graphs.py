@@ -25,7 +25,9 @@ from deepinfer_plugin.model.dspark import Draft, DSpark
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.rows import Rows
+from deepinfer_plugin.runtime import shared_noise
 from deepinfer_plugin.runtime.memory_plan import CapacityError, gib
+from deepinfer_plugin.runtime.shared_noise import Draws
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -177,45 +179,64 @@ class StepGraphs(EagerStep):
 
 
 class EagerDraft:
-    """Drafts greedily after the newest tokens of requests: ``DSpark.draft``."""
+    """Drafts after the newest tokens of requests: ``DSpark.draft``. draws: how they sample; None: all are greedy."""
 
     def __init__(self, dspark: DSpark, pages: PagePool, state: StatePool):
         self.dspark, self.pages, self.state = dspark, pages, state
 
-    def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> Draft:
-        return self.dspark.draft(anchors, positions, slots, self.state, self.pages)
+    def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor, draws: Draws | None = None) -> Draft:
+        choose = None if draws is None else partial(shared_noise.draft, draws=draws)
+        return self.dspark.draft(anchors, positions, slots, self.state, self.pages, choose)
 
 
 class DraftGraphs(EagerDraft):
-    """For the captured ``counts`` of requests, ascending; eagerly for more."""
+    """For the captured ``counts`` of requests, ascending; eagerly for more. draws: whether requests may sample, for
+    which there are graphs of their own."""
 
-    def __init__(self, graphs: Graphs, dspark: DSpark, pages: PagePool, state: StatePool, counts: Sequence[int]):
+    def __init__(
+        self,
+        graphs: Graphs,
+        dspark: DSpark,
+        pages: PagePool,
+        state: StatePool,
+        counts: Sequence[int],
+        draws: bool = False,
+    ):
         super().__init__(dspark, pages, state)
         self.counts = counts
         most, device = counts[-1], state.rings.device
         self.inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # anchors, positions, slots
-        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Draft]] = {}
+        self.draws = Draws(*torch.zeros(2, most, dtype=torch.int64, device=device), *torch.ones(3, most, device=device))
+        self.captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Draft]] = {}
         self._pad(0, most)
-        for count in progress("graphs of drafting", list(reversed(counts))):
-            self.captured[count] = graphs.capture(partial(self._run, self.inputs[:, :count]))
+        kinds = (False, True) if draws else (False,)
+        for count, drawn in progress(
+            "graphs of drafting", [(count, drawn) for count in reversed(counts) for drawn in kinds]
+        ):
+            given = self.draws.at(slice(count)) if drawn else None
+            self.captured[count, drawn] = graphs.capture(partial(self._run, self.inputs[:, :count], given))
 
-    def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor) -> Draft:
+    def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor, draws: Draws | None = None) -> Draft:
         count = anchors.shape[0]
         found = bisect_left(self.counts, count)
         if found == len(self.counts):
-            return super().__call__(anchors, positions, slots)
+            return super().__call__(anchors, positions, slots, draws)
         padded = self.counts[found]
         for buffer, value in zip(self.inputs, (anchors, positions, slots), strict=True):
             buffer[:count].copy_(value)
+        if draws is not None:
+            for field in dataclasses.fields(Draws):  # whatever padding rows have drawn before is as good as anything
+                getattr(self.draws, field.name)[:count].copy_(getattr(draws, field.name))
         self._pad(count, padded)
-        graph, draft = self.captured[padded]
+        graph, draft = self.captured[padded, draws is not None]
         graph.replay()
         confidence = None if draft.confidence is None else draft.confidence[:count].clone()
         return Draft(draft.tokens[:count].clone(), None, confidence)
 
-    def _run(self, inputs: Tensor) -> Draft:
+    def _run(self, inputs: Tensor, draws: Draws | None) -> Draft:
         # Logits of a vocabulary for every draft, which nobody reads, would stay in the pool for ever.
-        return dataclasses.replace(super().__call__(*inputs), base_logits=None)
+        anchors, positions, slots = inputs
+        return dataclasses.replace(super().__call__(anchors, positions, slots, draws), base_logits=None)
 
     def _pad(self, count: int, padded: int) -> None:
         self.inputs[:, count:padded].zero_()

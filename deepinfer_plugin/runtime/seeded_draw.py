@@ -49,12 +49,12 @@ def gumbel(hashed: Tensor) -> Tensor:
 
 def hash32(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """int64 [R, T] in 0 .. 2**32 - 1: MurmurHash3 (x86, 32 bits, seed 0) of the 16 bytes of seed, position and token,
-    little-endian. seeds, positions: [R]; tokens: [T]."""
+    little-endian. seeds, positions: [R]; tokens: [T], the same for all rows, or [R, T]."""
     seeds = seeds.to(torch.int64)
     state = torch.zeros_like(seeds)
     for word in (seeds & LOW, seeds >> 32 & LOW, positions.to(torch.int64) & LOW):
         state = _absorb(state, _scramble(word))
-    state = _absorb(state[:, None], _scramble(tokens.to(torch.int64) & LOW)[None]) ^ 16
+    state = _absorb(state[:, None], _scramble(tokens.to(torch.int64) & LOW)) ^ 16
     state = (state ^ state >> 16) * 0x85EBCA6B & LOW
     state = (state ^ state >> 13) * 0xC2B2AE35 & LOW
     return state ^ state >> 16

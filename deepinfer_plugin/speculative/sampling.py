@@ -31,15 +31,23 @@ def only_its_newest_token(request: Any) -> bool:
 
 
 def sample(
-    runner: Any, logits_output: Any, batch: Any, rows: VerifyRows, candidates: Tensor, positions: Tensor
+    runner: Any,
+    logits_output: Any,
+    batch: Any,
+    rows: VerifyRows,
+    candidates: Tensor,
+    positions: Tensor,
+    seeds: Tensor | None = None,
 ) -> Tensor:
     """Sample every row; int64 [total].
 
     logits_output: of the rows; its logits are changed in place, its log-probabilities filled and, like its hidden
     states, laid out as [B * width], as SGLang reads them. batch: the scheduler's. candidates: int64 [B, width] newest
-    token and drafts. positions: int64 [total].
+    token and drafts. positions: int64 [total]. seeds: int64 [B] to draw from; None: SGLang draws as it does.
     """
     info = repeated(batch.sampling_info, rows)
+    if seeds is not None:
+        info.sampling_seed = seeds[rows.owners]
     if batch.has_grammar:
         info.grammar_mask = grammar_mask(batch, rows, candidates)
     info.apply_logits_bias(logits_output.next_token_logits)

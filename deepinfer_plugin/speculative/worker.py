@@ -18,6 +18,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from deepinfer_plugin.runtime import graphs, requests
+from deepinfer_plugin.runtime.shared_noise import Draws
 from deepinfer_plugin.runtime.transfer import to_device
 from deepinfer_plugin.settings import Settings
 
@@ -28,6 +29,7 @@ from .export import Exporter
 from .profile_step import cache_directory, step_curve
 from .sampling import only_its_newest_token, sample
 from .schedule import Schedule
+from .seeds import Seeds, sampler_takes_seeds
 from .step_cost import StepCost
 from .verify import VerifyInput, VerifyRows
 
@@ -51,6 +53,7 @@ class DSparkWorker(BaseSpecWorker):
         self.speculative_num_steps, self.topk = self.block, 1
         self.schedule: Schedule | None = None  # None: every draft is verified
         self.exporter: Exporter | None = None
+        self.seeds: Seeds | None = None  # None: drafts are greedy, whatever a request asks for
 
     def __getattr__(self, name: str) -> Any:
         """Everything else the scheduler asks a worker for is the target worker's business."""
@@ -83,6 +86,8 @@ class DSparkWorker(BaseSpecWorker):
         """The network can run from here on: capture drafting, and measure what the schedule needs to know, unless all
         drafts are verified anyway."""
         super().init_cuda_graphs()
+        if sampler_takes_seeds():
+            self.seeds = Seeds(self.drafts.shape[0], self.device, self.parallel)
         self._capture()
         settings = Settings.current()
         if settings.speculation != "fixed":
@@ -99,7 +104,9 @@ class DSparkWorker(BaseSpecWorker):
         self.drafter = graphs.logged(
             "drafting",
             counts,
-            lambda: graphs.DraftGraphs(backend.graphs, self.dspark, pool.pages, pool.state, counts),
+            lambda: graphs.DraftGraphs(
+                backend.graphs, self.dspark, pool.pages, pool.state, counts, draws=self.seeds is not None
+            ),
         )
 
     def _step_cost(self) -> StepCost:
@@ -144,6 +151,8 @@ class DSparkWorker(BaseSpecWorker):
         result.next_draft_input = DraftInput(result.next_token_ids, batch.seq_lens)
         publish(batch.seq_lens)
         if not batch.is_prefill_only:
+            if self.seeds is not None:
+                self.seeds.renew(batch.sampling_info, batch.req_pool_indices.to(torch.int64))
             ends = batch.seq_lens_cpu.tolist()
             whole = [
                 end >= len(request.full_untruncated_fill_ids) for request, end in zip(batch.reqs, ends, strict=True)
@@ -164,8 +173,12 @@ class DSparkWorker(BaseSpecWorker):
         if self.schedule is not None:
             self.schedule.verified()
         # Every emitted token is a sample of the network's own, so the drafts cannot change what is emitted: one is
-        # right if it is the sample, which for a draft that was chosen and not drawn is all of rejection sampling.
-        samples = sample(self.model_runner, result.logits_output, batch, rows, candidates, verification.positions)
+        # right if it is the sample.
+        draws = self._draws(batch, slots)
+        seeds = None if draws is None else draws.seeds
+        samples = sample(
+            self.model_runner, result.logits_output, batch, rows, candidates, verification.positions, seeds
+        )
         verdict = verify_chosen(samples, rows.cu_rows, drafts)
         newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         result.next_token_ids = verdict.tokens.flatten()
@@ -233,15 +246,20 @@ class DSparkWorker(BaseSpecWorker):
             self._draft_beside_others()
             return
         slots = batch.req_pool_indices.to(torch.int64)
+        draws = self._draws(batch, slots)
         if len(drafting) < len(wanted):
             index = to_device(drafting, self.device)
             newest, positions, slots = newest[index], positions[index], slots[index]
-        draft = self.drafter(newest.to(torch.int64), positions.to(torch.int64), slots)
+            draws = None if draws is None else draws.at(index)
+        draft = self.drafter(newest.to(torch.int64), positions.to(torch.int64), slots, draws)
         self.drafts[slots] = draft.tokens
         if self.schedule is not None:
             host_slots = batch.req_pool_indices_cpu.tolist()
             owners = [id_of(batch.reqs[index]) for index in drafting]
             self.schedule.drafted(slots, [host_slots[index] for index in drafting], owners, draft.confidence)
+
+    def _draws(self, batch: Any, slots: Tensor) -> Draws | None:
+        return None if self.seeds is None else self.seeds.draws(batch.sampling_info, slots)
 
     def _draft_beside_others(self) -> None:
         """Draft nothing, with the ranks of other attention groups that may have something to draft: experts of theirs

@@ -18,13 +18,17 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.dspark import Draft
+from deepinfer_plugin.model.parallel import Single
+from deepinfer_plugin.model.place import Place, Share
 from deepinfer_plugin.runtime import backend as backend_module
 from deepinfer_plugin.runtime.backend import DeepInferBackend
 from deepinfer_plugin.runtime.graphs import EagerStep
 from deepinfer_plugin.runtime.pools import PagePoolForSGLang
+from deepinfer_plugin.runtime.seeded_draw import draw, filtered
 from deepinfer_plugin.speculative.algorithm import only_for_our_model
 from deepinfer_plugin.speculative.draft_input import DraftInput
 from deepinfer_plugin.speculative.profile_step import step_curve, usual_rows
+from deepinfer_plugin.speculative.seeds import Seeds
 from deepinfer_plugin.speculative.step_cost import Curve, StepCost
 from deepinfer_plugin.speculative.verify import VerifyRows
 from deepinfer_plugin.speculative.worker import DSparkWorker
@@ -335,7 +339,7 @@ def test_accept_lengths_are_counted_right(model):
             dspark = model.network.dspark.dspark
 
             @staticmethod
-            def draft(anchors, positions, slots, state, pages):
+            def draft(anchors, positions, slots, state, pages, choose):
                 truth = token(positions[:, None] + torch.arange(1, BLOCK + 1))
                 wrong = torch.rand(truth.shape, generator=generator) >= survival
                 return Draft((truth + wrong.long()) % vocabulary, torch.empty(0), None)
@@ -354,6 +358,57 @@ def test_accept_lengths_are_counted_right(model):
         share = sum(count > rank + 1 for count in emitted) / len(emitted)
         assert share == pytest.approx(float(survival.cumprod(0)[rank]), abs=0.03)
     assert all(output == [token(1 + index) for index in range(len(output))] for output in desk.output)
+
+
+def test_requests_that_sample_draft_with_the_noise_of_their_draws(model):
+    """Tokens are those of the seeds, and more drafts are right than of greedy ones, beside a greedy request."""
+    vocabulary, temperature = model.config.vocab_size, 0.5
+
+    def drawn(output, info, logprobs, tops, tokens, positions):
+        probs = torch.softmax(output.next_token_logits / info.temperatures, -1)
+        ranked, order = filtered(probs, info.top_ks, info.top_ps, info.min_ps)
+        return draw(torch.zeros_like(ranked).scatter(1, order, ranked), info.sampling_seed, positions)
+
+    def served(shared):
+        prompts = [ids(9 + 2 * index) for index in range(8)]
+        desk = Desk(model.network, prompts, vocabulary)
+        desk.target.model_runner.sampler, worker = drawn, desk.worker
+        if not shared:
+            worker.drafter = lambda *given, draft=worker.drafter: draft(*given[:3])
+        worker.seeds = Seeds(len(prompts) + 1, "cpu", Single())
+        info = desk.batch(ForwardMode.DECODE, desk.lengths).sampling_info
+        info.temperatures = torch.full_like(info.temperatures, temperature)
+        info.top_ks, info.is_all_greedy = torch.tensor([1] + [1 << 30] * 7), False
+        worker.seeds.by_slot[1:] = torch.arange(8) + 3
+        batch = desk.batch
+        desk.batch = lambda *given: SimpleNamespace(**{**vars(batch(*given)), "sampling_info": info})
+        for _ in range(8):
+            desk.step()
+        for index, (prompt, output) in enumerate(zip(prompts, desk.output, strict=True)):
+            logits = model.logits([*prompt, *output[:-1]])[len(prompt) :]
+            probs, positions = torch.softmax(logits / temperature, -1), len(prompt) + torch.arange(len(logits))
+            expected = draw(probs, torch.full_like(positions, 3 + index), positions) if index else logits.argmax(-1)
+            assert output[1:] == expected.tolist()
+        return sum(map(len, desk.output[1:]))
+
+    assert served(shared=True) > served(shared=False)
+
+
+def test_new_requests_get_new_seeds():
+    info = SimpleNamespace(is_all_greedy=False, sampling_seed=None)
+    seeds, again = Seeds(9, "cpu", Single()), Seeds(9, "cpu", Single())
+    for each in (seeds, again):
+        each.renew(info, torch.tensor([1, 2, 5]))
+    assert len(set(seeds.by_slot[[1, 2, 5]].tolist())) == 3 and torch.equal(seeds.by_slot, again.by_slot)
+    before = seeds.by_slot.clone()
+    seeds.renew(info, torch.tensor([2]))
+    assert (seeds.by_slot != before).nonzero().tolist() == [[2]]
+    other = Seeds(9, "cpu", SimpleNamespace(place=Place(Share(2, 4), Share(2, 4)), agree=lambda value: value))
+    other.renew(info, torch.tensor([1, 2, 5]))
+    assert not set(other.by_slot.tolist()) & set(before[[1, 2, 5]].tolist()), "attention groups draw apart"
+    for unmoved in (SimpleNamespace(is_all_greedy=True), SimpleNamespace(is_all_greedy=False, sampling_seed=1)):
+        seeds.renew(unmoved, torch.tensor([1]))
+    assert seeds.by_slot[1] == before[1]
 
 
 # ---- scheduled -----------------------------------------------------------------------------------------------------
