@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deepinfer_plugin.local_server import LocalServer
 from deepinfer_plugin.model import V41
-from deepinfer_plugin.speculative.acceptance import distribution
+from deepinfer_plugin.runtime.seeded_draw import filtered
 
 TRAINED = Path(__file__).parents[1] / "examples" / "train_tiny" / "checkpoint"
 TEXT = "class A("  # what follows is open, and yet drafts are often right
@@ -49,11 +49,13 @@ def prefix_of(path: Path) -> list[int]:
 
 def target(model: V41, prefix: Sequence[int], temperature: float) -> After:
     """What the token after ``prefix`` and some more is sampled from."""
-    parameters = torch.tensor([temperature]), None, torch.tensor([TOP_P])
+    limits = torch.tensor([1 << 30]), torch.tensor([TOP_P]), torch.tensor([0.0])
 
     @cache
     def after(tokens: Tokens) -> Tensor:
-        return distribution(model.logits([*prefix, *tokens])[-1:], *parameters)[0].double()
+        ranked, order = filtered(torch.softmax(model.logits([*prefix, *tokens])[-1:] / temperature, -1), *limits)
+        weights = torch.zeros_like(ranked).scatter(1, order, ranked)[0].double()
+        return weights / weights.sum()
 
     return after
 

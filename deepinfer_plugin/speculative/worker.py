@@ -22,7 +22,7 @@ from deepinfer_plugin.runtime.shared_noise import Draws
 from deepinfer_plugin.runtime.transfer import to_device
 from deepinfer_plugin.settings import Settings
 
-from .acceptance import verify_chosen
+from .acceptance import accept
 from .calibration import Calibration, calibration_of
 from .draft_input import DraftInput
 from .export import Exporter
@@ -179,7 +179,7 @@ class DSparkWorker(BaseSpecWorker):
         samples = sample(
             self.model_runner, result.logits_output, batch, rows, candidates, verification.positions, seeds
         )
-        verdict = verify_chosen(samples, rows.cu_rows, drafts)
+        verdict = accept(samples, rows.cu_rows, drafts)
         newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         result.next_token_ids = verdict.tokens.flatten()
         result.accept_lens = verdict.emitted.to(torch.int32)

@@ -1,144 +1,87 @@
-"""Scheduled verification does not change what is sampled, and a total from the newest confidences would.
+"""However drafts are made and rows are planned, what is emitted are the target's own draws.
 
-A target and a draft head over a few tokens, each conditioned on the token before. The head's confidences are
-adversarial: they depend on the draft before as strongly as they can. Chains of three tokens are generated through as
-many rounds as it takes, in small servers with all of the scheduling on, and compared with the target's own chains.
+A target and a draft head over a few tokens, each conditioned on the token before. Chains of three tokens are generated
+through as many rounds as it takes. The head's confidences are adversarial: they depend on its drafts as strongly as
+they can, and so does the number of rows, drafts at hand included.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from chi_square import p_value
 
-from deepinfer_plugin.speculative.acceptance import distribution, draw, verify
-from deepinfer_plugin.speculative.planner import LaggedSurvival, Planner, allocate, survival
-from deepinfer_plugin.speculative.randomness import DRAFT, uniform
-from deepinfer_plugin.speculative.step_cost import Curve, StepCost
+from deepinfer_plugin.runtime.seeded_draw import draw
+from deepinfer_plugin.runtime.shared_noise import Draws, draft
+from deepinfer_plugin.speculative.acceptance import accept
 
 K, V, CHAIN, CHAINS = 5, 6, 3, 20_000
-SERVERS, EACH = 100, 4
-ALL = SERVERS * EACH
-START = 0  # the token every chain begins behind
+START, TEMPERATURE = 0, 0.8  # the token every chain begins behind
 
 
-def tables(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[V, V] next-token probabilities of target and head, both after the same sampling parameters."""
-    generator = torch.Generator().manual_seed(1)
-    logits, error = torch.randn(2, V, V, generator=generator)
-    parameters = torch.full((V,), temperature), None, torch.full((V,), 0.9)
-    return distribution(logits * 1.5, *parameters), distribution(logits * 1.5 + error, *parameters)
+def logits() -> tuple[torch.Tensor, torch.Tensor]:
+    """[V, V] of target and head after each token."""
+    target, error = torch.randn(2, V, V, generator=torch.Generator().manual_seed(1))
+    return 1.5 * target, 1.5 * target + error
 
 
-def draft(head, previous, seeds, positions, rounds):
-    tokens, probs = [], []
-    for j in range(K):
-        probs.append(head[previous])
-        previous = draw(probs[-1], uniform(seeds, positions + j, DRAFT, rounds))
-        tokens.append(previous)
-    return torch.stack(tokens, 1), torch.stack(probs, 1)
-
-
-def confidences(drafts):
-    """Undecided about the first draft, then sure after even drafts and hopeless after odd ones: of draft j the head
-    knows only what came before it."""
-    later = torch.where(drafts[:, :-1] % 2 == 0, 0.97, 0.01)
-    return torch.cat([torch.full((len(drafts), 1), 0.5), later], 1)
-
-
-def chains(temperature: float, price: float, one_by_one: bool) -> torch.Tensor:
-    """int64 [CHAINS, CHAIN]: a slot that has finished its chain starts the next one."""
-    target, head = tables(temperature)
-    # The first row beyond the anchors costs as much as many: only a promising second draft makes the first worth it.
-    curve = Curve((EACH, 3 * EACH, 4 * EACH, 6 * EACH), (1.0, 1.6, 1.8, 2.2), True)
-    planners = [Planner(StepCost(curve), K) for _ in range(SERVERS)]
-    lagged, slots, drafted = LaggedSurvival(ALL, K), np.arange(ALL), np.ones(EACH, bool)
-    contexts = torch.arange(ALL) % EACH
-    tokens = torch.full((CHAINS + ALL, CHAIN + 1), START)
-    seeds, length, rounds = torch.arange(ALL), torch.ones(ALL, dtype=torch.int64), torch.zeros(ALL, dtype=torch.int64)
-    following, round = ALL, 1
-    sizes = set()
-    while (seeds < CHAINS).any():
-        anchors = tokens[seeds, length - 1]
-        drafts, draft_probs = draft(head, anchors, seeds, length, rounds)
-        newest, _ = survival(confidences(drafts))
-        lagged.record(round - 1, slots, seeds.numpy(), newest.numpy())
-        rows = torch.empty(ALL, dtype=torch.int64)
-        for server, planner in enumerate(planners):
-            own = slice(server * EACH, (server + 1) * EACH)
-            known = lagged.read(round, slots[own], seeds[own].numpy(), drafted)
-            total = (planner.plan_newest(newest[own]) if one_by_one else planner.plan(known)).total
-            rows[own] = allocate(newest[own], total, contexts=contexts[own], price=price)
-            sizes.add(total)
-        fed = torch.cat([anchors[:, None], drafts], 1)[torch.arange(K + 1) < rows[:, None]]
-        cu_rows = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
-        verdict = verify(target[fed], cu_rows, drafts, draft_probs, seeds, length)
-        round, rounds = round + 1, rounds + 1
+def chains(shared: bool, rows_of) -> tuple[torch.Tensor, float]:
+    """int64 [CHAINS, CHAIN], a seed each, and how many tokens a round brought while none had ended. rows_of(drafts
+    [CHAINS, K]) -> rows of each, 1 .. K+1."""
+    target, head = logits()
+    draws = Draws(
+        torch.arange(CHAINS), torch.full((CHAINS,), V), *torch.tensor([[TEMPERATURE], [1], [0]]).expand(3, CHAINS)
+    )
+    tokens, length = torch.full((CHAINS, CHAIN + K + 2), START), torch.ones(CHAINS, dtype=torch.int64)
+    first_round = 0.0
+    while (length <= CHAIN).any():
+        position, every = length - 1, torch.arange(CHAINS)
+        previous, drafts = tokens[every, position], []
+        for j in range(K):
+            guess = draft(head[previous], position + j, draws) if shared else head[previous].argmax(-1)
+            previous = guess
+            drafts.append(guess)
+        drafts = torch.stack(drafts, 1)
+        rows = rows_of(drafts)
+        cu_rows = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
+        owners = every.repeat_interleave(rows)
+        offsets = torch.arange(len(owners)) - cu_rows[owners]
+        fed = torch.cat([tokens[every, position][:, None], drafts], 1)[owners, offsets]
+        probs = torch.softmax(target[fed] / TEMPERATURE, -1)
+        verdict = accept(draw(probs, owners, position[owners] + offsets), cu_rows, drafts)
+        first_round = first_round or float(verdict.emitted.double().mean())
+        going = length <= CHAIN
         for j in range(K + 1):
-            going = (verdict.tokens[:, j] >= 0) & (length <= CHAIN)
-            tokens[seeds[going], length[going]] = verdict.tokens[going, j]
-            length += going
-        ended = length > CHAIN
-        seeds[ended] = torch.arange(following, following + int(ended.sum())).clamp_(max=len(tokens) - 1)
-        following += int(ended.sum())
-        length[ended], rounds[ended] = 1, 0
-    assert len(sizes) > 2  # the schedule really varied
-    return tokens[:CHAINS, 1:]
+            emitted = going & (verdict.tokens[:, j] >= 0)
+            tokens[emitted, length[emitted]] = verdict.tokens[emitted, j]
+            length = torch.where(emitted & (length <= CHAIN), length + 1, length)
+    return tokens[:, 1 : CHAIN + 1], first_round
 
 
-def against_target(found: torch.Tensor, temperature: float) -> float:
-    target, _ = tables(temperature)
-    expected = target[START][:, None, None] * target[:, :, None] * target[None]
-    cells = (found[:, 0] * V + found[:, 1]) * V + found[:, 2]
-    return p_value(torch.bincount(cells, minlength=V**CHAIN), expected * CHAINS)
+POLICIES = {
+    "one row": lambda drafts: torch.ones(len(drafts), dtype=torch.int64),
+    "every draft": lambda drafts: torch.full((len(drafts),), K + 1),
+    "by the drafts at hand": lambda drafts: torch.where(drafts[:, 0] % 2 == 0, K + 1, 1 + drafts[:, 1] % 3),
+}
 
 
-@pytest.mark.parametrize(
-    ("temperature", "price", "one_by_one"),
-    [(0.7, 0.0, False), (1.0, 0.0, False), (1.0, 0.1, False), (0.7, 0.0, True), (1.0, 0.0, True)],
-)
-def test_scheduled_verification_samples_from_the_target(temperature, price, one_by_one):
-    found = chains(temperature, price, one_by_one)
-    assert against_target(found, temperature) > 1e-3
-    first = torch.bincount(found[:, 0], minlength=V)
-    assert p_value(first, tables(temperature)[0][START] * CHAINS) > 1e-3
+@pytest.fixture(scope="module")
+def plain():
+    return chains(False, POLICIES["one row"])[0]
 
 
-@pytest.mark.parametrize(
-    ("total_from", "noise", "share"),
-    [
-        ("earlier", "anew", 0.5),
-        ("newest one by one", "anew", 0.5),
-        ("newest", "anew", 0.75),
-        ("earlier", "of the position", 0.75),
-    ],
-)
-def test_what_would_bias(total_from, noise, share):
-    """The lag is not a detail, and neither is fresh noise for every draft. Two tokens, target and head agree on a fair
-    coin, so every draft is right. The head is undecided about the first draft and sure of the others iff the first is
-    token 0. A step of two rows costs as much as one of six: the first draft is verified for the sake of those behind
-    it, or not at all. With the total from these same confidences, token 0 is emitted whenever it is drafted and half
-    of the times it is not. So it is if an earlier draft of the position made the total with the same noise.
-    """
-    seeds, positions = torch.arange(CHAINS), torch.full((CHAINS,), 10)
-    coin = torch.full((CHAINS, K, 2), 0.5)
+def test_the_draws_follow_the_target(plain):
+    after = torch.softmax(logits()[0].double() / TEMPERATURE, -1)
+    expected = after[START][:, None, None] * after[:, :, None] * after[None]
+    cells = (plain[:, 0] * V + plain[:, 1]) * V + plain[:, 2]
+    assert p_value(torch.bincount(cells, minlength=V**CHAIN), expected * CHAINS) > 1e-3
 
-    def drafted(round: int) -> torch.Tensor:
-        return torch.stack([draw(coin[:, j], uniform(seeds, positions + j, DRAFT, round)) for j in range(K)], 1)
 
-    def total(first: int) -> int:
-        planner = Planner(StepCost(Curve((1, 6), (1.0, 3.0), padded=True)), K)
-        survivals = np.array([[0.5, *[0.5 if first == 0 else 0.0] * (K - 1)]], dtype=np.float32)
-        if total_from == "newest one by one":
-            return planner.plan_newest(torch.from_numpy(survivals)).total
-        return planner.plan(survivals).total
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shared", [False, True], ids=["greedy drafts", "shared noise"])
+def test_drafts_and_plans_change_no_token(plain, policy, shared):
+    assert torch.equal(chains(shared, POLICIES[policy])[0], plain)
 
-    totals = torch.tensor([total(0), total(1)])
-    assert totals.tolist() == ([6, 2] if total_from == "newest one by one" else [6, 1])
-    drafts, earlier = drafted(1), drafted(0 if noise == "anew" else 1)
-    rows = totals[(earlier if total_from == "earlier" else drafts)[:, 0]]
-    cu_rows = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
-    verdict = verify(torch.full((int(cu_rows[-1]), 2), 0.5), cu_rows, drafts, coin, seeds, positions)
-    zeros = float((verdict.tokens[:, 0] == 0).double().mean())
-    assert zeros == pytest.approx(share, abs=0.015)
+
+def test_shared_noise_is_accepted_more_often():
+    assert chains(True, POLICIES["every draft"])[1] > 1.2 * chains(False, POLICIES["every draft"])[1]

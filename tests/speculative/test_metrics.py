@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer_plugin.speculative.acceptance import verify_chosen
+from deepinfer_plugin.speculative.acceptance import accept
 from deepinfer_plugin.speculative.metrics import RequestFigures, SpeculationMetrics
 from deepinfer_plugin.speculative.planner import allocate, survival
 
@@ -23,7 +23,7 @@ def test_accept_length_of_an_oracle_drafter():
     for _ in range(5_000 // 8):
         chosen = torch.randint(0, 1000, (8, K + 1))
         spoilt = torch.rand(8, K) > conditional
-        verdict = verify_chosen(chosen.flatten(), cu_rows, torch.where(spoilt, 1000, chosen[:, :K]))
+        verdict = accept(chosen.flatten(), cu_rows, torch.where(spoilt, 1000, chosen[:, :K]))
         full, accepted = np.full(8, K), verdict.accepted.numpy()
         metrics.observe(full, full, accepted, survivals.numpy())
         request.add(K, K, int(accepted[0]))

@@ -17,7 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from transformers import AutoTokenizer
 
-from deepinfer_plugin.speculative.acceptance import verify_chosen
+from deepinfer_plugin.speculative.acceptance import accept
 from deepinfer_plugin.speculative.sampling import sample
 from deepinfer_plugin.speculative.verify import VerifyRows
 
@@ -66,7 +66,7 @@ def verify(grammar, wanted, drafts, newest, vocabulary, length):
     output = LogitsProcessorOutput(next_token_logits=logits)
     candidates = torch.tensor([[newest, *drafts]])
     samples = sample(runner, output, batch, rows, candidates, torch.arange(length))
-    verdict = verify_chosen(samples, rows.cu_rows, candidates[:, 1:])
+    verdict = accept(samples, rows.cu_rows, candidates[:, 1:])
     return verdict.tokens[0, : int(verdict.emitted[0])].tolist()
 
 
