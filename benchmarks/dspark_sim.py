@@ -5,8 +5,8 @@
 Given a step-cost curve and a model of acceptance it keeps a number of requests running and compares, in tokens per
 second: no speculation, a fixed number of drafts, a static threshold on survival, the early-stopping greedy algorithm
 of the DSpark paper, its practice (total from the previous drafts' confidences, global maximum, newest confidences for
-ranking), ours (the package's own ``Planner`` and ``allocate``), and two bounds that cannot be had: a total from the
-newest confidences, which is not lossless, and an oracle that knows which drafts are right.
+ranking), ours (the package's own ``Planner`` and ``allocate``), and two bounds: a total from the newest confidences,
+which only a host that waits for them can have, and an oracle that knows which drafts are right.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Ours(Policy):
     def choose(self, now: Round) -> Ints:
         newest = torch.from_numpy(now.newest)
         if self.scenario.visible and self.requests <= FEW:
-            plan = self.planner.plan_newest(newest, now.contexts)
+            plan = self.planner.plan(now.newest, now.contexts, newest=True)
         else:
             plan = self.planner.plan(now.lagged, now.contexts)
         return allocate(newest, plan.total, contexts=torch.from_numpy(now.contexts), price=plan.price).numpy() - 1
@@ -288,7 +288,7 @@ POLICIES: dict[str, type[Policy]] = {
     "early stop": EarlyStop,
     "published": Practice,
     "ours": Ours,
-    "newest (biased)": Newest,
+    "newest": Newest,
     "oracle": Oracle,
 }
 

@@ -10,12 +10,8 @@ there (``Planner``, numpy) from confidences the host has already seen, those of 
 the total is made on the device from the confidences of the drafts at hand (``allocate``, torch), without a word from
 the host.
 
-This is also what keeps rejection sampling exact: whether draft j is verified must not depend on how draft j or a later
-one was drawn. The total depends on the past alone. In the split, draft j is taken iff it ranks high enough, its rank
-is decided by its own survival -- made of drafts before it -- and by other requests, and never by later drafts of
-its own, which rank behind it (survival is non-increasing and ties go to the lower index). A total computed from the
-newest confidences would break this: a promising draft j+1 would raise it and so let its own predecessor be verified.
-A host that has the newest confidences at hand may use them if it looks at them one by one (``Planner.plan_newest``).
+Neither decision can change what is emitted: every emitted token is the network's own draw (``acceptance``). On a host
+that has the newest confidences anyway both are made from those.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LAG = 2  # a plan may use the confidences of drafts made this many rounds ago, or earlier
 CHARGE = 0.2  # of what a row's context costs, how much its draft must earn; docs/speculative.md: why not all of it
-FEW = 16  # requests up to which the newest confidences are worth a look: more speak for each other
+FEW = 16  # requests up to which the newest confidences are worth waiting for: more speak for each other
 
 
 def survival(confidences: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,19 +67,14 @@ def allocate(
     count, block = survivals.shape
     if total < count:
         raise ValueError(f"total: {count} requests need a row each, got {total}")
-    taken = _ranking(survivals, limits, contexts, price)[: total - count]
+    scores = survivals if contexts is None else survivals - price * contexts[:, None]
+    if limits is not None:
+        position = torch.arange(block, device=scores.device)
+        scores = scores.masked_fill(position >= limits[:, None], -torch.inf)
+    taken = scores.flatten().sort(descending=True, stable=True).indices[: total - count]
     owner = taken // block
     usable = torch.ones_like(owner) if limits is None else (taken % block < limits[owner]).long()
     return torch.ones(count, dtype=torch.int64, device=survivals.device).scatter_add_(0, owner, usable)
-
-
-def _ranking(survivals: Tensor, limits: Tensor | None, contexts: Tensor | None, price: float | Tensor) -> Tensor:
-    """Flat indices of all drafts in the order in which they are worth a row."""
-    scores = survivals if contexts is None else survivals - price * contexts[:, None]
-    if limits is not None:
-        position = torch.arange(survivals.shape[1], device=scores.device)
-        scores = scores.masked_fill(position >= limits[:, None], -torch.inf)
-    return scores.flatten().sort(descending=True, stable=True).indices
 
 
 class LaggedSurvival:
@@ -153,9 +144,10 @@ class Planner:
         survivals: NDArray[np.floating],
         contexts: NDArray[np.integer] | None = None,
         limits: NDArray[np.integer] | None = None,
+        newest: bool = False,
     ) -> Plan:
-        """survivals: [R, K] from ``LaggedSurvival.read``, R >= 1. contexts: int [R] tokens each request attends to;
-        None: short. limits: int [R] most drafts a request may verify; None: K.
+        """survivals: [R, K] from ``LaggedSurvival.read``, R >= 1; newest: of the drafts at hand. contexts: int [R]
+        tokens each request attends to; None: short. limits: int [R] most drafts a request may verify; None: K.
 
         The global maximum over all totals: step time is a staircase and may have bumps, so the first total that is
         worse than its predecessor says nothing.
@@ -164,7 +156,7 @@ class Planner:
         slots = self._slots(count, limits)
         if not self.cost.profiled:
             return self._verify_all(count + slots)
-        expected = self._expect(survivals, limits)
+        expected = self._expect(survivals, limits, newest)
         price = self._price(contexts)
         scores = expected - price * contexts[:, None] if contexts is not None and price else expected
         order = _descending(scores, limits)[:slots]
@@ -177,62 +169,6 @@ class Planner:
         self._rate = float(rates[best])
         advantage = self._advantage(count, slots, float(seconds[0]))
         return Plan(count + best, price, float(tokens[best]), float(seconds[best]), advantage)
-
-    def plan_newest(
-        self,
-        survivals: Tensor,
-        contexts: NDArray[np.integer] | None = None,
-        limits: NDArray[np.integer] | None = None,
-    ) -> Plan:
-        """A plan from the drafts at hand, for a host that has their survivals (float32 [R, K], CPU) before it must
-        launch: on a CPU, or where a step waits anyway. For up to FEW requests it beats a guess from earlier drafts.
-
-        Exact because it is blind ahead: drafts are revealed in the order in which rows go to them, each request's
-        next one as soon as its predecessor has a row, and whether to go on is decided from those alone. What lies
-        behind them is guessed from what is usual, so a step of the staircase can be climbed for the sake of what
-        probably waits on it.
-        """
-        count, block = survivals.shape
-        slots = self._slots(count, limits)
-        if not self.cost.profiled:
-            return self._verify_all(count + slots)
-        price = self._price(contexts)
-        order = _ranking(
-            survivals,
-            None if limits is None else torch.from_numpy(limits),
-            None if contexts is None else torch.from_numpy(contexts),
-            price,
-        ).numpy()
-        expected = self.reliability(survivals.numpy())
-        seconds = self._seconds(count, slots, contexts)
-        anchors = float(seconds[0])
-        row_cost = np.zeros(count) if contexts is None else self.cost.row_context * contexts
-        fee = np.zeros(count) if contexts is None else price * contexts
-        onward = np.triu(np.minimum(self.usual / np.maximum(self.usual[:, None], 1e-6), 1))  # [from, to] survival
-        onward = np.concatenate([onward, np.zeros((1, block))])
-        position, everyone = np.arange(block), np.arange(count)
-        last = np.full(count, block) if limits is None else limits.clip(max=block)
-        revealed = np.zeros(count, dtype=np.int64)
-        tokens, taken = float(count), 0
-        while taken < slots:
-            heads = expected[everyone, revealed.clip(max=block - 1)]
-            guesses = heads[:, None] * onward[revealed]
-            ahead = (position >= revealed[:, None]) & (position < last[:, None])
-            scores = np.where(ahead, guesses - fee[:, None], -np.inf)
-            best_first = np.argsort(-scores, axis=None)[: slots - taken]
-            hoped = tokens + guesses.ravel()[best_first].cumsum()
-            rates = hoped / (seconds[taken + 1 :] + row_cost[best_first // block].cumsum())
-            if rates.max() <= tokens / seconds[taken]:
-                break
-            owner, depth = divmod(int(order[taken]), block)
-            tokens += float(expected[owner, depth])
-            revealed[owner] += 1
-            taken += 1
-            seconds[taken:] += row_cost[owner]
-        self._learn_usual(expected, limits)
-        self._rate = tokens / float(seconds[taken])
-        advantage = self._advantage(count, slots, anchors)
-        return Plan(count + taken, price, tokens, float(seconds[taken]), advantage)
 
     def _slots(self, count: int, limits: NDArray[np.integer] | None) -> int:
         return count * self.block if limits is None else int(np.minimum(limits, self.block).sum())
@@ -252,21 +188,19 @@ class Planner:
         anchors = (self.cost.request_context + self.cost.row_context) * attended
         return self.cost.steps(count, count + slots) + anchors
 
-    def _expect(self, survivals: NDArray[np.floating], limits: NDArray[np.integer] | None) -> NDArray[np.float64]:
-        """What the drafts at hand will survive, judged by the previous ones of the same requests.
+    def _expect(
+        self, survivals: NDArray[np.floating], limits: NDArray[np.integer] | None = None, newest: bool = False
+    ) -> NDArray[np.float64]:
+        """What the drafts at hand will survive, judged by the previous ones of the same requests if not by themselves.
 
         Few requests are a poor sample, and the best guess lies between what they just had and what is usual: the
         usual counts as one request more. Many requests speak for themselves.
         """
         expected = self.reliability(survivals)
-        count = len(expected)
-        self._learn_usual(expected, limits)
-        return expected + (self.usual - expected) / (count + 1)
-
-    def _learn_usual(self, expected: NDArray[np.float64], limits: NDArray[np.integer] | None) -> None:
         drafted = expected if limits is None else expected[limits > 0]
         if len(drafted):
             self.usual += 0.01 * (drafted.mean(axis=0) - self.usual)
+        return expected if newest else expected + (self.usual - expected) / (len(expected) + 1)
 
     def _verify_all(self, total: int) -> Plan:
         if not self._told:

@@ -133,7 +133,7 @@ class Schedule:
         survivals = self.newest[slots]
         sees_newest = self.on_host and len(host_slots) <= FEW
         if sees_newest:
-            plan = self.planner.plan_newest(survivals, attended, most)
+            plan = self.planner.plan(survivals.numpy(), attended, most, newest=True)
         else:
             # A request that just came is given the benefit of the doubt; after a pause nobody is.
             unknown = self.planner.usual if self.pause.paused else 1.0

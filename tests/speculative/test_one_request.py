@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from deepinfer_plugin.speculative.planner import Planner
 from deepinfer_plugin.speculative.step_cost import Curve, StepCost
@@ -39,7 +38,7 @@ def planned(slower: np.ndarray) -> np.ndarray:
     planner = Planner(StepCost(Curve(**RECORDED["curve"], padded=False)), BLOCK)
     drafts = np.zeros(len(ROUNDS), dtype=int)
     for index, (context, survivals, times) in enumerate(zip(CONTEXTS, SURVIVALS, slower, strict=True)):
-        verified = planner.plan_newest(torch.from_numpy(survivals[None]), np.array([context])).total - 1
+        verified = planner.plan(survivals[None], np.array([context]), newest=True).total - 1
         planner.cost.observe(1 + verified, 1, FORWARD[verified] * times, (1 + verified) * context, context)
         for name, seconds in BESIDE.items():
             getattr(planner.cost, name).observe(1, seconds * times)

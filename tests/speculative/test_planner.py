@@ -205,46 +205,22 @@ class TestTotal:
         assert mine.cost.profiled is False
 
 
-@st.composite
-def two_futures(draw):
-    """A batch, and the same batch with another continuation of one request from one position on."""
-    count = draw(st.integers(1, 4))
-    chance = st.floats(0, 1, width=32)
-    one = np.array([[draw(chance) for _ in range(K)] for _ in range(count)], dtype=np.float32)
-    request, position = draw(st.integers(0, count - 1)), draw(st.integers(0, K - 2))
-    other = one.copy()
-    other[request, position + 1 :] = [draw(chance) for _ in range(K - position - 1)]
-    rows = np.unique([draw(st.integers(1, 6 * count + 4)) for _ in range(6)])
-    seconds = [draw(st.floats(0.5, 3)) for _ in rows]
-    return one, other, request, position, Curve(tuple(rows.tolist()), tuple(seconds), draw(st.booleans()))
-
-
 class TestNewest:
-    """``plan_newest``: as good as knowing everything, without looking ahead."""
-
-    @given(two_futures())
-    @settings(max_examples=300, deadline=None)
-    def test_what_follows_a_draft_does_not_decide_about_it(self, futures):
-        one, other, request, position, curve = futures
-        verified = []
-        for confidences in (one, other):
-            newest, _ = survival(torch.from_numpy(confidences))
-            rows = allocate(newest, planner(curve).plan_newest(newest).total)
-            verified.append(int(rows[request]) - 1 > position)
-        assert verified[0] == verified[1]
+    """Plans of a host that knows the drafts at hand."""
 
     def test_stops_where_rows_no_longer_pay(self):
-        confident, doubtful = torch.full((1, K), 0.95).cumprod(1), torch.full((1, K), 0.15).cumprod(1)
+        confident, doubtful = (certain(1, chance).cumprod(1) for chance in (0.95, 0.15))
         curve = line(60, fixed=3)
-        assert planner(curve).plan_newest(confident).total > planner(curve).plan_newest(doubtful).total == 1
+        assert planner(curve).plan(confident, newest=True).total > planner(curve).plan(doubtful, newest=True).total == 1
 
-    def test_climbs_a_step_for_what_usually_waits_on_it(self):
+    def test_what_is_usual_says_nothing(self):
         curve = Curve((4, 24), (10e-3, 15e-3), padded=True)
         mine = planner(curve)
         for _ in range(300):
-            mine.plan(certain(4, 0.8))
-        plan = mine.plan_newest(torch.full((4, K), 0.8))
+            mine.plan(certain(4, 0.1))
+        plan = mine.plan(certain(4, 0.8), newest=True)
         assert plan.total == 24 and plan.tokens == pytest.approx(4 * 5, rel=0.02)
+        assert mine.plan(certain(4, 0.8)).tokens < plan.tokens
 
     def test_agrees_with_the_global_maximum_on_a_smooth_curve(self):
         random = np.random.default_rng(0)
@@ -255,18 +231,18 @@ class TestNewest:
             gains = np.sort(mine.reliability(survivals), axis=None)[::-1]
             for extra in range(16):
                 rates.append((3 + gains[:extra].sum()) / (12 + 3 + extra))
-            plan = mine.plan_newest(torch.from_numpy(survivals))
+            plan = mine.plan(survivals, newest=True)
             assert plan.tokens / plan.seconds == pytest.approx(max(rates), rel=2e-3)
 
     def test_limits_contexts_and_no_curve(self):
         limits, contexts = np.array([0, 2, K]), np.array([1_000, 1_000, 90_000])
-        newest = torch.ones(3, K)
-        assert planner(line(60)).plan_newest(newest, limits=limits).total == 3 + 2 + K
-        assert planner(None).plan_newest(newest, limits=limits).total == 3 + 2 + K
+        newest = certain(3)
+        assert planner(line(60)).plan(newest, limits=limits, newest=True).total == 3 + 2 + K
+        assert planner(None).plan(newest, limits=limits, newest=True).total == 3 + 2 + K
         mine = planner(Curve((1, 400), (10e-3, 20e-3), padded=False, row_context=1e-7, request_context=0.0))
-        mine.plan_newest(newest, contexts)
-        plan = mine.plan_newest(newest, contexts)
-        rows = allocate(newest, plan.total, contexts=torch.from_numpy(contexts), price=plan.price)
+        mine.plan(newest, contexts, newest=True)
+        plan = mine.plan(newest, contexts, newest=True)
+        rows = allocate(torch.from_numpy(newest), plan.total, contexts=torch.from_numpy(contexts), price=plan.price)
         assert rows.tolist() == [6, 6, 1]
         seconds = 10e-3 + 12 * 10e-3 / 399 + 1e-7 * float((rows * torch.from_numpy(contexts)).sum())
         assert plan.seconds == pytest.approx(seconds)
