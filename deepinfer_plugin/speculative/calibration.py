@@ -91,11 +91,12 @@ def calibration_of(model_path: str | Path, file: str | None, block: int) -> Cali
 
 
 class Reliability:
-    """What drafts of a predicted survival really did, in bins of the prediction.
+    """What drafts of a predicted survival really did, in bins of the prediction, apart for requests that sample: the
+    head foresees the network's choice, and a draw is harder to foresee.
 
     As a function it maps predictions to what was observed: an increasing map, so it never changes the order of two
-    drafts, only how many are worth a row. Bins with little evidence stay near the prediction. Old evidence fades
-    with new samples, not with steps, so one request and five hundred forget equally.
+    drafts of a kind, only how many are worth a row. Bins with little evidence stay near the prediction. Old evidence
+    fades with new samples, not with steps, so one request and five hundred forget equally.
     """
 
     BINS = 16
@@ -104,27 +105,35 @@ class Reliability:
     STEPS = 1024  # the map is a table: a plan has microseconds
 
     def __init__(self) -> None:
-        self.samples = np.zeros(self.BINS)
-        self.predicted = np.zeros(self.BINS)  # sums over the samples of a bin
-        self.survived = np.zeros(self.BINS)
+        self.samples = np.zeros((2, self.BINS))  # of greedy requests, and of those that sample
+        self.predicted = np.zeros((2, self.BINS))  # sums over the samples of a bin
+        self.survived = np.zeros((2, self.BINS))
         self._map: NDArray[np.float64] | None = None
 
     def observe(
-        self, survivals: NDArray[np.floating], verified: NDArray[np.integer], accepted: NDArray[np.integer]
+        self,
+        survivals: NDArray[np.floating],
+        verified: NDArray[np.integer],
+        accepted: NDArray[np.integer],
+        drawn: NDArray[np.bool_] | None = None,
     ) -> None:
-        """survivals: [R, K] as predicted; verified, accepted: [R] drafts of each request."""
+        """survivals: [R, K] as predicted; verified, accepted: [R] drafts of each request; drawn: bool [R] whether it
+        samples, None: none does."""
         position = np.arange(survivals.shape[1])
         seen = position < verified[:, None]
         predicted = survivals[seen]
         bins = np.minimum((predicted * self.BINS).astype(np.int64), self.BINS - 1)
-        fade = math.exp(-len(predicted) / self.MEMORY)
+        if drawn is not None:
+            bins += self.BINS * np.broadcast_to(drawn[:, None], seen.shape)[seen]
+        both = np.bincount(bins, minlength=2 * self.BINS).reshape(2, self.BINS)
+        fade = np.exp(-both.sum(axis=1, keepdims=True) / self.MEMORY)
         for total, weights in (
             (self.samples, None),
             (self.predicted, predicted),
             (self.survived, (position < accepted[:, None])[seen]),
         ):
             total *= fade
-            total += np.bincount(bins, weights, self.BINS)
+            total += np.bincount(bins, weights, 2 * self.BINS).reshape(2, self.BINS)
         self._map = None
 
     @property
@@ -133,16 +142,19 @@ class Reliability:
         count = self.samples.sum()
         return float(np.abs(self.predicted - self.survived).sum() / count) if count else 0.0
 
-    def __call__(self, survivals: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Predictions in 0..1, any shape -> what they are worth. 0 stays 0."""
+    def __call__(self, survivals: NDArray[np.floating], drawn: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+        """Predictions in 0..1 -> what they are worth. 0 stays 0. Any shape; with ``drawn`` bool [R]: [R, K]."""
         if self._map is None:
             middle = (np.arange(self.BINS) + 0.5) / self.BINS
             weight = self.samples + self.PRIOR
             x = (self.predicted + self.PRIOR * middle) / weight
-            y = increasing((self.survived + self.PRIOR * middle) / weight, weight)
+            y = (self.survived + self.PRIOR * middle) / weight
             grid = np.arange(self.STEPS + 1) / self.STEPS
-            self._map = np.interp(grid, np.concatenate([[0.0], x]), np.concatenate([[0.0], y]))
-        return self._map[(survivals * self.STEPS + 0.5).astype(np.int32)]
+            self._map = np.stack(
+                [np.interp(grid, [0.0, *x[kind]], [0.0, *increasing(y[kind], weight[kind])]) for kind in (0, 1)]
+            )
+        steps = (survivals * self.STEPS + 0.5).astype(np.int32)
+        return self._map[0, steps] if drawn is None else self._map[drawn[:, None].astype(np.int8), steps]
 
 
 def increasing(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:

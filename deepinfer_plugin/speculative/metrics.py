@@ -68,10 +68,11 @@ class SpeculationMetrics:
     """Totals over all requests of one rank.
 
     rounds counts request-rounds: one request in one verification. All ``*_at`` arrays are per draft position.
+    reliability: what is known of how true predictions are; only read here.
     """
 
-    def __init__(self, block: int):
-        self.block = block
+    def __init__(self, block: int, reliability: Reliability):
+        self.block, self.reliability = block, reliability
         self.steps = 0
         self.rounds = 0
         self.emitted = 0
@@ -81,7 +82,6 @@ class SpeculationMetrics:
         self.predicted_at = np.zeros(block)  # sum of predicted survival over verified drafts
         self.broken_confidences = 0
         self.unplanned_steps = 0  # verified all, because the step cost is not known
-        self.reliability = Reliability()
         self.accept_lengths = Distribution(tuple(float(n) for n in range(1, block + 2)))
         self.planned_rows, self.real_rows = Distribution(STEP_ROWS), Distribution(STEP_ROWS)
         self.planned_seconds, self.real_seconds = Distribution(STEP_SECONDS), Distribution(STEP_SECONDS)
@@ -119,7 +119,6 @@ class SpeculationMetrics:
         self.accepted_at += (position < accepted[:, None]).sum(axis=0)
         self.predicted_at += np.where(seen, survivals, 0).sum(axis=0)
         self.broken_confidences += broken
-        self.reliability.observe(survivals, verified, accepted)
         for length, times in enumerate(np.bincount(accepted, minlength=self.block + 1)):
             self.accept_lengths.observe(length + 1.0, int(times))
         self.real_rows.observe(float(len(drafted) + verified.sum()))

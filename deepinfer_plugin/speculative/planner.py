@@ -144,10 +144,12 @@ class Planner:
         survivals: NDArray[np.floating],
         contexts: NDArray[np.integer] | None = None,
         limits: NDArray[np.integer] | None = None,
+        drawn: NDArray[np.bool_] | None = None,
         newest: bool = False,
     ) -> Plan:
         """survivals: [R, K] from ``LaggedSurvival.read``, R >= 1; newest: of the drafts at hand. contexts: int [R]
-        tokens each request attends to; None: short. limits: int [R] most drafts a request may verify; None: K.
+        tokens each request attends to; None: short. limits: int [R] most drafts a request may verify; None: K. drawn:
+        bool [R] whether it samples; None: none does.
 
         The global maximum over all totals: step time is a staircase and may have bumps, so the first total that is
         worse than its predecessor says nothing.
@@ -156,7 +158,7 @@ class Planner:
         slots = self._slots(count, limits)
         if not self.cost.profiled:
             return self._verify_all(count + slots)
-        expected = self._expect(survivals, limits, newest)
+        expected = self._expect(survivals, limits, drawn, newest)
         price = self._price(contexts)
         scores = expected - price * contexts[:, None] if contexts is not None and price else expected
         order = _descending(scores, limits)[:slots]
@@ -189,14 +191,18 @@ class Planner:
         return self.cost.steps(count, count + slots) + anchors
 
     def _expect(
-        self, survivals: NDArray[np.floating], limits: NDArray[np.integer] | None = None, newest: bool = False
+        self,
+        survivals: NDArray[np.floating],
+        limits: NDArray[np.integer] | None = None,
+        drawn: NDArray[np.bool_] | None = None,
+        newest: bool = False,
     ) -> NDArray[np.float64]:
         """What the drafts at hand will survive, judged by the previous ones of the same requests if not by themselves.
 
         Few requests are a poor sample, and the best guess lies between what they just had and what is usual: the
         usual counts as one request more. Many requests speak for themselves.
         """
-        expected = self.reliability(survivals)
+        expected = self.reliability(survivals, drawn)
         drafted = expected if limits is None else expected[limits > 0]
         if len(drafted):
             self.usual += 0.01 * (drafted.mean(axis=0) - self.usual)

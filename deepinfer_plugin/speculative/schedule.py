@@ -54,6 +54,7 @@ class Round:
     rows: VerifyRows
     limits: NDArray[np.int64]  # [B] drafts each request had to offer
     contexts: NDArray[np.int64]  # [B] tokens each request attends to
+    drawn: NDArray[np.bool_]  # [B] whether it samples
     survivals: Tensor  # float32 [B, K] on the host, as are
     lengths: Tensor  # the rows given to each request, int64 [B]
     drafts: bool  # whether the round ends with drafts for the next one
@@ -89,7 +90,8 @@ class Schedule:
     ):
         self.parallel = parallel or Single()
         self.block, self.device = block, device
-        self.planner, self.metrics = Planner(cost, block), SpeculationMetrics(block)
+        self.planner = Planner(cost, block)
+        self.metrics = SpeculationMetrics(block, self.planner.reliability)
         self.calibration = calibration or Calibration.neutral(block)
         self.on_host = torch.device(device).type == "cpu"
         self.pause = Pause(LAG)
@@ -120,25 +122,32 @@ class Schedule:
         self.at_hand[host_slots] = False
 
     def rows(
-        self, slots: Tensor, host_slots: Sequence[int], owners: Sequence[int], limits: list[int], contexts: list[int]
+        self,
+        slots: Tensor,
+        host_slots: Sequence[int],
+        owners: Sequence[int],
+        limits: list[int],
+        contexts: list[int],
+        drawn: list[bool],
     ) -> VerifyRows:
         """Rows of the next verification. limits: drafts each request may verify, 0 .. block; contexts: about how many
-        tokens each attends to."""
+        tokens each attends to; drawn: whether it samples."""
         self.round += 1
         while self.arriving and self.arriving[0].round <= self.round - LAG:
             known = self.arriving.popleft()
             self.lagged.record(known.round, known.slots, known.owners, known.survivals.numpy())
             self.metrics.broken_confidences += int(known.broken)
         most, attended = np.where(self.at_hand[host_slots], limits, 0), np.array(contexts)
+        samples = np.array(drawn)
         survivals = self.newest[slots]
         sees_newest = self.on_host and len(host_slots) <= FEW
         if sees_newest:
-            plan = self.planner.plan(survivals.numpy(), attended, most, newest=True)
+            plan = self.planner.plan(survivals.numpy(), attended, most, samples, newest=True)
         else:
             # A request that just came is given the benefit of the doubt; after a pause nobody is.
             unknown = self.planner.usual if self.pause.paused else 1.0
             lagged = self.lagged.read(self.round, np.array(host_slots), np.array(owners), most > 0, unknown=unknown)
-            plan = self.planner.plan(lagged, attended, most)
+            plan = self.planner.plan(lagged, attended, most, samples)
         self.drafts = self.pause.after(plan.advantage, sees_newest, len(host_slots))
         lengths = allocate(
             survivals,
@@ -152,7 +161,7 @@ class Schedule:
         plan, lengths = replace(plan, total=total), self.parallel.agree_tensor(lengths)
         rows = VerifyRows(lengths, plan.total, self.block + 1)
         on_host = (to_host(survivals), to_host(lengths))
-        self.running.append(Round(plan, rows, most, attended, *on_host, self.drafts, Moment(self.device)))
+        self.running.append(Round(plan, rows, most, attended, samples, *on_host, self.drafts, Moment(self.device)))
         return rows
 
     def verified(self) -> None:
@@ -181,7 +190,7 @@ class Schedule:
         if self.last_end is not None:  # a prefill or nothing to do may lie between, which a median does not mind
             cost.between.observe(count, max(0.0, self.last_end.until(done.start)))
         self.last_end = done.end
-        self.planner.reliability.observe(survivals, verified, right)
+        self.planner.reliability.observe(survivals, verified, right, done.drawn)
         self.metrics.observe(
             done.limits,
             verified,

@@ -204,7 +204,8 @@ class DSparkWorker(BaseSpecWorker):
         # end was noticed after its batch was formed holds nothing any more.
         contexts = [request.kv.kv_committed_len if request.kv is not None else 0 for request in batch.reqs]
         owners = [id_of(request) for request in batch.reqs]
-        return self.schedule.rows(slots, batch.req_pool_indices_cpu.tolist(), owners, limits, contexts)
+        drawn = [request.sampling_params.top_k != 1 for request in batch.reqs]  # SGLang's way to say greedy
+        return self.schedule.rows(slots, batch.req_pool_indices_cpu.tolist(), owners, limits, contexts, drawn)
 
     def _verification(
         self, batch: Any, rows: VerifyRows, candidates: Tensor, slots: Tensor, starts: Tensor

@@ -101,6 +101,21 @@ def test_map_is_increasing_keeps_zero_and_believes_an_unseen_head():
     assert found[-1] < 0.25  # nothing unseen below may prop it up
 
 
+def test_requests_that_sample_are_judged_apart():
+    """And neither tells anything about the other."""
+    reliability, sure = Reliability(), np.full((2, 5), 0.9)
+    for _ in range(200):
+        reliability.observe(sure, np.array([5, 5]), np.array([5, 1]), np.array([False, True]))
+    found = reliability(sure, np.array([False, True]))
+    assert found[0] == pytest.approx([1.0] * 5, abs=0.03) and found[1] == pytest.approx([0.2] * 5, abs=0.1)
+    assert reliability(sure).tolist() == found[[0, 0]].tolist()
+    assert reliability.error == pytest.approx((0.1 + 0.7) / 2, abs=0.01)
+    fresh = Reliability()
+    for _ in range(200):
+        fresh.observe(sure[:1], np.array([5]), np.array([1]), np.array([True]))
+    assert fresh(sure, np.array([False, True]))[0] == pytest.approx([0.9] * 5, abs=1 / 16)
+
+
 def test_only_verified_drafts_are_evidence():
     reliability = Reliability()
     reliability.observe(np.full((3, 5), 0.5), np.array([0, 2, 5]), np.array([0, 1, 5]))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from deepinfer_plugin.speculative.acceptance import accept
+from deepinfer_plugin.speculative.calibration import Reliability
 from deepinfer_plugin.speculative.metrics import RequestFigures, SpeculationMetrics
 from deepinfer_plugin.speculative.planner import allocate, survival
 
@@ -17,7 +18,7 @@ def test_accept_length_of_an_oracle_drafter():
     expected = conditional.cumprod(0)
     assert 1 + float(expected.sum()) == pytest.approx(3.5776)
     torch.manual_seed(0)
-    metrics, request = SpeculationMetrics(K), RequestFigures()
+    metrics, request = SpeculationMetrics(K, Reliability()), RequestFigures()
     survivals, _ = survival(conditional.expand(8, K))
     cu_rows = torch.arange(9) * (K + 1)
     for _ in range(5_000 // 8):
@@ -26,6 +27,7 @@ def test_accept_length_of_an_oracle_drafter():
         verdict = accept(chosen.flatten(), cu_rows, torch.where(spoilt, 1000, chosen[:, :K]))
         full, accepted = np.full(8, K), verdict.accepted.numpy()
         metrics.observe(full, full, accepted, survivals.numpy())
+        metrics.reliability.observe(survivals.numpy(), full, accepted)
         request.add(K, K, int(accepted[0]))
     assert metrics.rounds == 5_000
     assert metrics.accept_length == pytest.approx(3.578, rel=0.02)
@@ -41,7 +43,7 @@ def test_accept_length_of_an_oracle_drafter():
 
 
 def test_a_trimmed_draft_is_not_a_rejected_one():
-    metrics = SpeculationMetrics(K)
+    metrics = SpeculationMetrics(K, Reliability())
     metrics.observe(np.array([5, 5, 0]), np.array([2, 5, 0]), np.array([2, 1, 0]), np.full((3, K), 0.5), broken=2)
     counters = metrics.counters()
     assert counters["drafted"] == [2, 2, 2, 2, 2]
@@ -56,11 +58,11 @@ def test_a_trimmed_draft_is_not_a_rejected_one():
 def test_impossible_counts_are_refused():
     for drafted, verified, accepted in (([1], [2], [0]), ([2], [1], [2])):
         with pytest.raises(ValueError, match="accepted <= verified <= drafted"):
-            SpeculationMetrics(K).observe(*map(np.array, (drafted, verified, accepted)), np.ones((1, K)))
+            SpeculationMetrics(K, Reliability()).observe(*map(np.array, (drafted, verified, accepted)), np.ones((1, K)))
 
 
 def test_planned_and_real():
-    metrics = SpeculationMetrics(K)
+    metrics = SpeculationMetrics(K, Reliability())
     none = np.zeros((2, K))
     counts = np.array([5, 5]), np.array([1, 1]), np.array([1, 0])
     metrics.observe(*counts, none, planned_rows=4, planned_tokens=4.0, planned_seconds=0.010, real_seconds=0.012)
@@ -70,13 +72,6 @@ def test_planned_and_real():
     assert histograms["planned_seconds"].total == 0.010 and histograms["real_seconds"].total == 0.012
     assert histograms["planned_rows"].counts.sum() == 1 and histograms["real_rows"].counts.sum() == 2
     assert metrics.counters()["unplanned_steps"] == 1
-
-
-def test_per_position_calibration_error_sees_a_wrong_head():
-    metrics = SpeculationMetrics(K)
-    for _ in range(100):
-        metrics.observe(np.array([5]), np.array([5]), np.array([1]), np.full((1, K), 0.9))
-    assert metrics.gauges(True)["calibration_error"] == pytest.approx(0.9 - 0.2)
 
 
 def test_request_figures():
@@ -96,7 +91,7 @@ def test_request_figures():
 
 def test_scheduled_rounds_add_up():
     torch.manual_seed(1)
-    metrics = SpeculationMetrics(K)
+    metrics = SpeculationMetrics(K, Reliability())
     for total in range(6, 37, 3):
         survivals, _ = survival(torch.rand(6, K))
         verified = allocate(survivals, total).numpy() - 1

@@ -95,7 +95,7 @@ class TestSchedule:
             else:
                 schedule.skipped(host)
             drafted.append(schedule.drafts)
-            rows = schedule.rows(slots, host, host, [5] * requests, [100] * requests)
+            rows = schedule.rows(slots, host, host, [5] * requests, [100] * requests, [False] * requests)
             assert drafted[-1] or rows.lengths.tolist() == [1] * requests, "there is nothing to verify"
             schedule.verified(), schedule.sampled(), schedule.ended()
             done = schedule.running[-1]  # whose clock is this loop's, which takes no time, not the curve's
@@ -131,6 +131,6 @@ def test_a_group_does_what_its_first_rank_decides():
 
     schedule = Schedule(StepCost(Curve((1, 2), (1.0, 1.1), padded=False)), 3, 5, "cpu", parallel=Follower())
     schedule.drafted(torch.tensor([1, 2]), [1, 2], [1, 2], torch.full((2, 5), 9.0))
-    rows = schedule.rows(torch.tensor([1, 2]), [1, 2], [1, 2], [5, 5], [10, 10])
+    rows = schedule.rows(torch.tensor([1, 2]), [1, 2], [1, 2], [5, 5], [10, 10], [False, True])
     assert (rows.total, rows.lengths.tolist(), schedule.drafts) == (4, [1, 3], False)
     assert (schedule.running[-1].plan.total, schedule.running[-1].lengths.tolist()) == (4, [1, 3])

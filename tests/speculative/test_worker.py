@@ -39,7 +39,13 @@ NUMBERS = itertools.count()
 
 def request(**params):
     """A request as the scheduler has it."""
-    defaults = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+    defaults = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "top_k": 1,
+    }
     params = SimpleNamespace(**defaults | params)
     kv = SimpleNamespace(kv_committed_len=100)
     name = f"r{next(NUMBERS)}"

@@ -16,6 +16,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from deepinfer_plugin.speculative.calibration import Reliability
 from deepinfer_plugin.speculative.export import COUNTERS, GAUGES, HISTOGRAMS, Exporter
 from deepinfer_plugin.speculative.metrics import SpeculationMetrics
 
@@ -38,13 +39,13 @@ def observe(metrics, times):
 
 
 def test_every_number_is_exported():
-    metrics = SpeculationMetrics(5)
+    metrics = SpeculationMetrics(5, Reliability())
     assert set(COUNTERS) == set(metrics.counters()) and set(GAUGES) == set(metrics.gauges(True))
     assert set(HISTOGRAMS) == set(metrics.histograms())
 
 
 def test_counters_grow_by_what_was_added():
-    registry, metrics = CollectorRegistry(), SpeculationMetrics(5)
+    registry, metrics = CollectorRegistry(), SpeculationMetrics(5, Reliability())
     exporter = Exporter(metrics, registry)
 
     def value(name, **labels):
@@ -93,7 +94,7 @@ def check(text, steps):
 
 
 def test_histograms():
-    registry, metrics = CollectorRegistry(), SpeculationMetrics(5)
+    registry, metrics = CollectorRegistry(), SpeculationMetrics(5, Reliability())
     exporter = Exporter(metrics, registry)
     check(generate_latest(registry).decode(), 0)
     for times in (1, 3):  # also several steps in one update
@@ -106,7 +107,7 @@ def test_histograms():
 
 def test_values_on_and_beyond_the_edges():
     """As ``Histogram.observe`` counts: an edge belongs to the bucket below it, the last bucket is open."""
-    registry, metrics = CollectorRegistry(), SpeculationMetrics(5)
+    registry, metrics = CollectorRegistry(), SpeculationMetrics(5, Reliability())
     exporter = Exporter(metrics, registry)
     for seconds in (0.001, 0.0010001, 8.192, 1e9, 0.0):
         metrics.real_seconds.observe(seconds)
@@ -121,8 +122,8 @@ def test_another_process_answers_the_scrape(tmp_path):
     """Two ranks as SGLang starts them: what they observe goes through files to the process that has the endpoint."""
     rank = (
         "from prometheus_client import REGISTRY\n"
-        "from tests.speculative.test_worker_export import Exporter, SpeculationMetrics, observe\n"
-        "metrics = SpeculationMetrics(5)\n"
+        "from tests.speculative.test_worker_export import Exporter, Reliability, SpeculationMetrics, observe\n"
+        "metrics = SpeculationMetrics(5, Reliability())\n"
         "exporter = Exporter(metrics)\n"
         "for times in (1, 2):\n"
         "    observe(metrics, times)\n"
