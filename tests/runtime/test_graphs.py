@@ -20,6 +20,7 @@ from deepinfer_plugin.runtime.graphs import (
     table_widths,
     wanted,
 )
+from deepinfer_plugin.runtime.shared_noise import Draws
 from deepinfer_plugin.speculative.profile_step import step_curve
 
 PAGE = 64
@@ -126,12 +127,20 @@ def test_padded_drafts_equal_eager_ones(model):
         step(rows)
     captures = Captures()
     eager = EagerDraft(model.network.dspark, pages, state)
-    graphs = DraftGraphs(captures, model.network.dspark, pages, state, counts=(1, 2))
+    graphs = DraftGraphs(captures, model.network.dspark, pages, state, counts=(1, 2), draws=True)
+    draws = Draws(
+        torch.tensor([5, -6, 7]), torch.tensor([1 << 30, 1, 9]), *torch.tensor([[0.9] * 3, [1.0] * 3, [0.0] * 3])
+    )
+    found = set()
     for slots, anchors, positions in (([2], [7], [66]), ([4, 1], [9, 8], [8, 43]), ([1, 2, 4], [5, 6, 7], [43, 66, 8])):
         inputs = [torch.tensor(each) for each in (anchors, positions, slots)]
-        for mine, right in zip(tensors(graphs(*inputs)), tensors(eager(*inputs)), strict=True):
-            assert torch.equal(mine, right)
-    assert sum(each.replays for each in captures.all) == 2
+        for how in (None, draws.at(slice(len(slots))), None):
+            drafts = graphs(*inputs, how)
+            for mine, right in zip(tensors(drafts), tensors(eager(*inputs, how)), strict=True):
+                assert torch.equal(mine, right)
+            found.add(tuple(drafts.tokens[0].tolist()))
+    assert len(found) == 6, "drawn drafts are others than greedy ones"
+    assert sum(each.replays for each in captures.all) == 2 * 3
 
 
 @torch.inference_mode()
