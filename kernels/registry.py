@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import ascend, blackwell, cuda, identity, reference
-from .ascend import tiles
+from .ascend import flashmla, tiles
 from .ops import OP_NAMES, PREPARED_FOR, Ops
 
 
@@ -41,6 +41,7 @@ _PROVIDERS: list[Provider] = [
     Provider("blackwell", blackwell.unavailable, blackwell.ops, "cuda", identity.check, blackwell.PROFILES),
     Provider("ascend", ascend.unavailable, ascend.ops, "npu", identity.check),
     Provider("ascend-tilelang", tiles.unavailable, tiles.ops, "npu", identity.check),
+    Provider("ascend-flashmla", flashmla.unavailable, flashmla.ops, "npu", identity.check),
     Provider("reference", lambda device: None, lambda device: reference.OPS),
 ]
 

@@ -44,7 +44,7 @@ ANSWERS: Mapping[str, Answer] = {
     "index_scores": Answer((), "keys dequantised a slab at a time, bf16 products"),
     "candidate_blocks": Answer((), "a stable sort of int32 keys"),
     "top_groups": Answer((), "a stable sort of int32 keys"),
-    "sparse_attention": Answer((), "keys gathered and dequantised row by row, float32 products: slow"),
+    "sparse_attention": Answer((), "keys dequantised row by row, float32 products: slow; FlashMLA where asked for"),
     "moe_gate": Answer(("npu_moe_gating_top_k",), "ties and NaN as the vendor ranks them, which is not documented"),
     "swiglu": Answer(),
     "moe_experts": Answer((_QUANT, "npu_format_cast", "npu_grouped_matmul"), "W4A8; float32 activations plain"),

