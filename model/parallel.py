@@ -13,7 +13,7 @@ row, which adds a row's experts in ascending order, as one rank does. Owners div
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -177,10 +177,18 @@ class Ranks:
     round trip on the host.
 
     split_heads, split_experts: False leaves these whole on every rank of a group, or of all.
+    exchange: makes what a forward sends between ranks, from these and the rows of each group; None: ``Travelling``.
     """
 
     def __init__(
-        self, group: Group, world: Group, *, split_heads: bool = True, split_experts: bool = True, check: bool = False
+        self,
+        group: Group,
+        world: Group,
+        *,
+        split_heads: bool = True,
+        split_experts: bool = True,
+        check: bool = False,
+        exchange: Callable[[Ranks, Sequence[int]], Exchange] | None = None,
     ):
         if world.size % group.size or world.rank % group.size != group.rank:
             raise ValueError(f"{world.size} ranks are not attention groups of {group.size}, one after another")
@@ -189,6 +197,7 @@ class Ranks:
         self.experts: Group = world if split_experts else Alone()
         self.groups = world.size // group.size
         self.place = Place(Share(self.heads.rank, self.heads.size), Share(self.experts.rank, self.experts.size))
+        self.exchange = exchange or Travelling
         self.step = 0  # forwards begun, the same on every rank
 
     def columns(self, x: Tensor) -> Tensor:
@@ -226,7 +235,7 @@ class Ranks:
             counts = [everybody[first][1] for first in range(0, self.world.size, self.group.size)]
         if self.experts.size == 1:
             return Here(sum(counts))
-        return Travelling(self, counts)
+        return self.exchange(self, counts)
 
     def _compare(self, everybody: list[list[int]]) -> None:
         size = self.group.size
@@ -307,14 +316,7 @@ class Travelling:
         local = ids.flatten()[pairs, None] - each * self.ranks.experts.rank
         # An expert's output is one rounded number a channel: float32 here, as exact in the dtype of x.
         outputs = experts(x[rows], weights.flatten()[pairs, None], local).to(x.dtype)
-        arrived = travel.to_owners(outputs)
-        mine = ids[self.mine.start : self.mine.stop]
-        order = mine.argsort(-1)  # no expert twice in a row
-        arrived = arrived.gather(1, order[..., None].expand_as(arrived))
-        total = arrived[:, 0].to(torch.float32)
-        for choice in range(1, mine.shape[1]):
-            total += arrived[:, choice].to(torch.float32)
-        return total
+        return ascending_sum(travel.to_owners(outputs), ids[self.mine.start : self.mine.stop])
 
     def lookup(self, table: Tensor, scale: Tensor, total: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         each = -(-total // self.ranks.experts.size)
@@ -355,6 +357,17 @@ class Travel:
         placed = torch.empty_like(arrived)
         placed[own.argsort(stable=True)] = arrived
         return placed.unflatten(0, (len(mine), choices))
+
+
+def ascending_sum(outputs: Tensor, ids: Tensor) -> Tensor:
+    """Float32 [n, H]: each row's outputs [n, k, H] added in ascending order of their experts, ids [n, k], no expert
+    twice in a row."""
+    order = ids.argsort(-1)
+    outputs = outputs.gather(1, order[..., None].expand_as(outputs))
+    total = outputs[:, 0].to(torch.float32)
+    for choice in range(1, ids.shape[1]):
+        total += outputs[:, choice].to(torch.float32)
+    return total
 
 
 def gather_rows(group: Group, x: Tensor, bounds: Sequence[int]) -> Tensor:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
+from deepinfer_plugin.kernels.ascend import dispatch
+from deepinfer_plugin.model.dispatched import Dispatched
 from deepinfer_plugin.model.parallel import Alone, Parallel, Ranks, Single
 from deepinfer_plugin.model.torch_group import TorchGroup
 from deepinfer_plugin.runtime.watchdog import Board, Watchdog, end_server
@@ -42,7 +47,19 @@ def parallel_of_server(settings: Settings) -> Parallel:
         own.size,
         world.size,
     )
-    return Ranks(own, world, check=settings.check_ranks)
+    return Ranks(own, world, check=settings.check_ranks, exchange=exchange_of(everyone.device_group))
+
+
+def exchange_of(group: Any) -> partial[Dispatched] | None:
+    """How expert outputs travel among the ranks of a process group, where the device has ops for that; None: as
+    elsewhere. All ranks call it: they make a communicator that the ops have for themselves."""
+    runtime = getattr(torch, "npu", None)
+    if runtime is None or not runtime.is_available() or not dispatch.there():
+        return None
+    own = dist.new_group(dist.get_process_group_ranks(group), backend="hccl")
+    name = own._get_backend(torch.device("npu")).get_hccl_comm_name(dist.get_rank())
+    courier = dispatch.Dispatch(name, dist.get_rank(own), dist.get_world_size(own), dispatch.buffer_bytes())
+    return partial(Dispatched, courier=courier)
 
 
 def _watch(world: TorchGroup, patience_s: int) -> Watchdog:

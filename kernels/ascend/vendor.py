@@ -21,6 +21,8 @@ OPS = (
     "npu_format_cast",
     "npu_grouped_matmul",
     "npu_mhc_sinkhorn",
+    "npu_moe_distribute_combine_v2",
+    "npu_moe_distribute_dispatch_v2",
     "npu_moe_gating_top_k",
     "npu_quant_matmul",
     "npu_rms_norm",
@@ -30,6 +32,11 @@ OPS = (
 
 class MissingOp(NotImplementedError):
     """torch_npu, as installed, lacks an op that this provider calls; the message names both."""
+
+
+def has(name: str) -> bool:
+    """Whether the installed torch_npu has an op."""
+    return hasattr(torch.ops.npu, name)
 
 
 def op(name: str) -> Callable[..., Any]:

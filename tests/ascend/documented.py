@@ -17,6 +17,8 @@ from torch import Tensor
 from deepinfer_plugin.kernels.ascend import vendor
 from deepinfer_plugin.kernels.reference import formats
 
+from .exchange import npu_moe_distribute_combine_v2, npu_moe_distribute_dispatch_v2
+
 
 def npu_dynamic_mx_quant(
     x: Tensor,
@@ -167,6 +169,8 @@ OPS: dict[str, Callable[..., Any]] = {
         npu_format_cast,
         npu_grouped_matmul,
         npu_mhc_sinkhorn,
+        npu_moe_distribute_combine_v2,
+        npu_moe_distribute_dispatch_v2,
         npu_moe_gating_top_k,
         npu_quant_matmul,
         npu_rms_norm,
@@ -178,9 +182,9 @@ OPS: dict[str, Callable[..., Any]] = {
 @contextmanager
 def installed(**replaced: Callable[..., Any]):
     """The provider's modules see these ops, some of them perhaps replaced, instead of torch_npu's."""
-    from deepinfer_plugin.kernels.ascend import experts, formats, gate, linear, norm_rope, streams
+    from deepinfer_plugin.kernels.ascend import dispatch, experts, formats, gate, linear, norm_rope, streams
 
-    modules = (experts, formats, gate, linear, norm_rope, streams)
+    modules = (dispatch, experts, formats, gate, linear, norm_rope, streams)
     originals = [module.op for module in modules]
     table = OPS | replaced
     for module in modules:
