@@ -18,11 +18,14 @@ from deepinfer_plugin.kernels.ascend.tiles import (
     engram_gather,
     engram_hash,
     expand,
+    markov,
+    mix,
     norm,
     page_write,
     rope,
     row_write,
     swiglu,
+    top_groups,
     window_pack,
 )
 
@@ -61,7 +64,12 @@ def normed(r: int, d: int) -> tuple[Tensor, ...]:
     return e(r, d), e(d), e(r, d)
 
 
+def mixed(r: int, o: int, k: int) -> tuple[Tensor, ...]:
+    return e(r, k), *(e(*shape, dtype=F32) for shape in ((o, k), (o,), (8,), (r, o)))
+
+
 CASES = {
+    "mix": TileCase("hc_mix", mix.mixed, mixed, {"o": 24, "k": 20480}, {"o": 24, "k": 1280}),
     "collapse": TileCase(
         "hc_collapse",
         collapse.collapse,
@@ -183,6 +191,20 @@ CASES = {
         ),
         {"places": 9, "p": 24},
         {"places": 9, "p": 6},
+    ),
+    "top_groups": TileCase(
+        "top_groups",
+        top_groups.best,
+        lambda r, g, k: (e(r, g), e(r, dtype=I32), e(r, g, dtype=U8), e(r, k, dtype=I64)),
+        {"g": 32768, "k": 512},
+        {"g": 1024, "k": 256},
+    ),
+    "markov": TileCase(
+        "markov",
+        markov.bias,
+        lambda r, v, d: (e(r, d), e(v, d), e(r, v, dtype=F32)),
+        {"v": 129280, "d": 256},
+        {"v": 192, "d": 32},
     ),
     "confidence": TileCase(
         "confidence",

@@ -21,6 +21,7 @@ from .. import soc
 ACTIVATION: Mapping[str, int | None] = {
     "rms_norm": 0,
     "rope": 0,
+    "hc_mix": 0,
     "hc_collapse": 0,
     "hc_expand": 0,
     "window_pack": 0,
@@ -30,10 +31,12 @@ ACTIVATION: Mapping[str, int | None] = {
     "latent_write": 0,
     "index_key_write": 0,
     "ngram_write": None,
+    "top_groups": 0,
     "swiglu": 0,
     "engram_hash": None,
     "engram_gather": 3,
     "engram_gate": 0,
+    "markov": None,
     "confidence": 0,
 }
 
@@ -57,17 +60,21 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         engram_gather,
         engram_hash,
         expand,
+        markov,
+        mix,
         norm,
         page_write,
         rope,
         row_write,
         swiglu,
+        top_groups,
         window_pack,
     )
 
     functions = (
         norm.rms_norm,
         rope.rope,
+        mix.hc_mix,
         collapse.hc_collapse,
         expand.hc_expand,
         window_pack.window_pack,
@@ -77,13 +84,15 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         page_write.latent_write,
         page_write.index_key_write,
         row_write.ngram_write,
+        top_groups.top_groups,
         swiglu.swiglu,
         engram_hash.engram_hash,
         engram_gather.engram_gather,
         engram_gate.engram_gate,
+        markov.markov,
         confidence.confidence,
     )
-    return {function.__name__: _bf16_only(function) for function in functions}
+    return {function.__name__: _bf16_only(function) for function in functions} | {"prepare_dense": markov.prepare_dense}
 
 
 def _bf16_only(function: Callable[..., Any]) -> Callable[..., Any]:

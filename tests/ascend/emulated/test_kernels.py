@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from deepinfer_plugin.kernels import reference
+from deepinfer_plugin.kernels.ascend.tiles import markov, mix, top_groups
 from deepinfer_plugin.kernels.reference import formats
 
-from ...kernels.cases import Random
+from ...kernels.cases import Random, make
 from ..emitted import source
 from ..tile_cases import CASES
 from .emulate import run
@@ -45,6 +46,20 @@ def close(got: Tensor, want: Tensor, ulps: float = 1.0) -> None:
     got, want = got.double().flatten(1), want.double().flatten(1)
     bound = ulps * 2.0**-8 * want.abs().nan_to_num(posinf=0).amax(1, keepdim=True)
     assert torch.equal(got.isnan(), want.isnan()) and ((got - want).abs().nan_to_num() <= bound).all()
+
+
+def test_mix(size, draw):
+    (o, k), rows = getattr(CASES["mix"], size).values(), 11  # the last tile is not full
+    streams = draw.normal(rows, 4, k // 4, spread=1)
+    streams[1], streams[2, 3, 5], streams[3] = 0, torch.nan, streams[3] * 1e15
+    fn = draw.normal(o, k, dtype=torch.float32) * k**-0.5 * 3
+    base, scale = draw.normal(o, dtype=torch.float32), torch.tensor([0.7, 1.3, 0.9])
+    out = torch.full((rows, o), -7.0)
+    padded = torch.nn.functional.pad(scale, (0, 5), value=torch.nan)
+    emulate("mix", [streams.flatten(1), fn, base, padded, out], {"R": rows})
+    want = torch.cat([part.flatten(1) for part in OPS["hc_mix"](streams, fn, base, scale, 1e-20, 1e-6, 20)], 1)
+    assert torch.equal(out.isnan(), want.isnan()) and out[2].isnan().all()
+    assert ((out - want).abs().nan_to_num() <= 2e-5).all()
 
 
 def test_collapse(size, draw):
@@ -218,6 +233,42 @@ def test_engram_hash(size, draw):
     assert torch.equal(out, OPS["engram_hash"](*arguments, 7))
 
 
+def scores_of_every_kind(draw: Random, groups: int) -> tuple[Tensor, Tensor]:
+    """Scores whose cut falls into ties, infinities, NaN and both zeros, and how many groups rows reach."""
+    scores = draw.normal(ROWS, groups)
+    scores[1] = draw.ints(-2, 3, groups)  # hardly any that differ
+    scores[2] = torch.tensor([torch.nan, -torch.inf, torch.inf, 0.0, -0.0, 3e38, -3e38, 1e-40]).repeat(groups // 8)
+    scores[3] = torch.nan
+    visible = torch.tensor([groups, groups - 5, groups + 9, groups // 2 + 3, 11, 0], dtype=torch.int32)
+    for row, reach in enumerate(visible.tolist()):
+        scores[row, reach:] = torch.inf  # what no row may look at
+    return scores, visible
+
+
+def test_top_groups(size, draw):
+    groups, k = getattr(CASES["top_groups"], size).values()
+    scores, visible = scores_of_every_kind(draw, groups)
+    candidates = torch.ones(ROWS, groups, dtype=torch.bool)
+    candidates[0] = draw.mask(groups)
+    candidates[1] = torch.arange(groups) % 97 == 3  # fewer than there are places
+    out = torch.full((ROWS, k), 1 << 40)
+    emulate("top_groups", [scores, visible, candidates.view(torch.uint8), out], {"R": ROWS}, k=k - 3)
+    assert torch.equal(out[:, : k - 3], OPS["top_groups"](scores, visible.long(), k - 3, candidates))
+    assert (out[:, k - 3 :] == -1).all()
+
+
+def test_markov(size, draw):
+    v, d = getattr(CASES["markov"], size).values()
+    v = min(v, 1280)  # the released head a part at a time would take minutes here
+    prev, embed, head = draw.ints(0, v, 11), draw.normal(v, d), draw.normal(v, d)
+    embed[prev[4], 3] = torch.nan
+    out = torch.full((11, v), -7.0)
+    emulate("markov", [embed[prev], head, out], {"R": 11})
+    want, _ = OPS["markov"](prev, embed, OPS["prepare_dense"](head))
+    assert torch.equal(out.isnan(), want.isnan()) and out.isnan().any()
+    assert ((out - want).abs().nan_to_num() <= 1e-5 * d**0.5).all()
+
+
 def test_confidence(size, draw):
     h, n = getattr(CASES["confidence"], size).values()
     hidden, e, proj = draw.normal(ROWS, h), draw.normal(ROWS, n), draw.normal(1, h + n)
@@ -225,3 +276,35 @@ def test_confidence(size, draw):
     emulate("confidence", [hidden, e, proj.flatten(), out], {"R": ROWS})
     want = OPS["confidence"](hidden, e, proj)
     assert ((out[:, 0] - want).abs() <= 1e-5 * (h + n) ** 0.5).all() and torch.equal(out[:, 0], out[:, 7])
+
+
+# ---- what surrounds a kernel: padding, shapes, constants -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "kernel"), [("hc_mix", mix, "mixed"), ("top_groups", top_groups, "best")], ids=["mix", "top"]
+)
+def test_the_op_around_its_kernel(monkeypatch, name, module, kernel):
+    original = getattr(module, kernel)
+
+    def on_the_host(*tensors: Tensor, **constants) -> None:
+        made = source(original, *[torch.empty(t.shape, dtype=t.dtype) for t in tensors], **constants)
+        run(made, dict(zip(names(original), tensors, strict=True)), {"R": tensors[0].shape[0]}, CORES)
+
+    monkeypatch.setattr(module, kernel, on_the_host)
+    case = make(name, torch.bfloat16, 7)
+    got = getattr(module, name)(**case.args)
+    want = OPS[name](**case.args)
+    pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+    for actual, expected in pairs:
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        assert torch.allclose(actual, expected, atol=2e-5, rtol=0)
+
+
+def test_sizes_that_a_kernel_does_not_take_are_refused_by_name():
+    with pytest.raises(NotImplementedError, match="force hc_mix=ascend"):
+        mix.hc_mix(torch.empty(1, 3, 64), torch.empty(15, 192), torch.empty(15), torch.empty(3), 1e-20, 1e-6, 20)
+    with pytest.raises(NotImplementedError, match="force top_groups=ascend"):
+        top_groups.top_groups(torch.empty(1, top_groups.MOST + 1), torch.empty(1), 512, None)
+    with pytest.raises(NotImplementedError, match="force markov=ascend"):
+        markov.markov(torch.empty(1), torch.empty(70, 32), torch.empty(70, 32))
