@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer_plugin.kernels.ascend import tiles  # noqa: F401
 from deepinfer_plugin.kernels.ascend.tiles import (
+    candidate_blocks,
     collapse,
     compress_pair,
     confidence,
@@ -191,6 +192,13 @@ CASES = {
         ),
         {"places": 9, "p": 24},
         {"places": 9, "p": 6},
+    ),
+    "candidate_blocks": TileCase(
+        "candidate_blocks",
+        candidate_blocks.kept,
+        lambda r, g: (e(r, g), e(r, dtype=I32), e(r, g // 4, dtype=I32)),
+        {"g": 65536},
+        {"g": 4096},
     ),
     "top_groups": TileCase(
         "top_groups",

@@ -31,6 +31,7 @@ ACTIVATION: Mapping[str, int | None] = {
     "latent_write": 0,
     "index_key_write": 0,
     "ngram_write": None,
+    "candidate_blocks": 0,
     "top_groups": 0,
     "swiglu": 0,
     "engram_hash": None,
@@ -53,6 +54,7 @@ def unavailable(device: torch.device) -> str | None:
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation. Imports TileLang."""
     from . import (
+        candidate_blocks,
         collapse,
         compress_pair,
         confidence,
@@ -84,6 +86,7 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         page_write.latent_write,
         page_write.index_key_write,
         row_write.ngram_write,
+        candidate_blocks.candidate_blocks,
         top_groups.top_groups,
         swiglu.swiglu,
         engram_hash.engram_hash,

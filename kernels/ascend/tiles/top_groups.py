@@ -11,11 +11,8 @@ import tilelang.ascend.language as T
 import torch
 from torch import Tensor
 
-from . import bits
-
-LANES = 256
-MOST = 65536  # groups of a row, whose keys fit the unified buffer
-UNREACHABLE, OTHER, LOWEST = -32768, -32767, -32766  # below every score; other: not a candidate
+from . import select
+from .select import LANES, MOST
 
 
 @tilelang.jit(target="ascend")
@@ -48,72 +45,13 @@ def best(S, V, C, Y, k: int = 512, chunk: int = 1024, cores: int = 64):
                 T.copy(C[r, at * chunk : (at + 1) * chunk], c)
                 with T.SimtVF(threads=LANES):
                     for g in T.Parallel(chunk):
-                        code = bits.as_int(T.cast(s[g], "float32"))
-                        size = T.bitwise_and(code, 0x7FFFFFFF)
-                        high = T.shift_right(code, 16)
                         key = T.alloc_var(T.int32)
-                        key = T.if_then_else(code < 0, T.bitwise_xor(high, 0x7FFF), high)
-                        key = T.if_then_else(size == 0, 0, key)  # both zeros
-                        lowest = (size > 0x7F800000) | (key == -32641)  # NaN, minus infinity
-                        key = T.if_then_else(lowest, LOWEST, key)
-                        key = T.if_then_else(c[g] == 0, OTHER, key)
-                        key = T.if_then_else(at * chunk + g < visible, key, UNREACHABLE)
+                        key = T.if_then_else(c[g] == 0, select.OTHER, select.key(s[g]))
+                        key = T.if_then_else(at * chunk + g < visible, key, select.UNREACHABLE)
                         keys[at * chunk + g] = T.cast(key, "int16")
             with T.SimtVF(threads=LANES):
-                for i in T.Parallel(8):
-                    bound[i] = T.if_then_else(i == 0, -32768, 32768)
-                for _turn in T.serial(16):
-                    for n in T.Parallel(LANES):
-                        total = T.alloc_var(T.int32)
-                        middle = T.shift_right(bound[0] + bound[1], 1)
-                        total = 0
-                        for m in T.serial(G // LANES):
-                            total = total + T.if_then_else(T.cast(keys[m * LANES + n], "int32") >= middle, 1, 0)
-                        count[n] = total
-                    for n in T.Parallel(32):
-                        total = T.alloc_var(T.int32)
-                        total = 0
-                        for m in T.serial(LANES // 32):
-                            total = total + count[n * (LANES // 32) + m]
-                        part[n] = total
-                    for i in T.Parallel(8):
-                        total = T.alloc_var(T.int32)
-                        low = T.alloc_var(T.int32)
-                        high = T.alloc_var(T.int32)
-                        middle = T.shift_right(bound[0] + bound[1], 1)
-                        total = 0
-                        for m in T.serial(32):
-                            total = total + part[m]
-                        low = T.if_then_else(total >= wanted, middle, bound[0])
-                        high = T.if_then_else(total >= wanted, bound[1], middle)
-                        tighter[i] = T.if_then_else(i == 0, low, high)
-                    for i in T.Parallel(8):
-                        bound[i] = tighter[i]
-                # Of each lane's run of groups: how many lie above the threshold, and how many on it.
-                for n in T.Parallel(LANES):
-                    total = T.alloc_var(T.int32)
-                    ties = T.alloc_var(T.int32)
-                    total = 0
-                    ties = 0
-                    for m in T.serial(G // LANES):
-                        key = T.cast(keys[n * (G // LANES) + m], "int32")
-                        total = total + T.if_then_else(key > bound[0], 1, 0)
-                        ties = ties + T.if_then_else(key == bound[0], 1, 0)
-                    count[n] = total
-                    equal[n] = ties
-                # Where each run's groups begin in the result, and how many of its ties are taken.
-                for _ in T.Parallel(1):
-                    before = T.alloc_var(T.int32)
-                    left = T.alloc_var(T.int32)
-                    before = 0
-                    left = wanted
-                    for n in T.serial(LANES):
-                        left = left - count[n]
-                    for n in T.serial(LANES):
-                        start[n] = before
-                        quota[n] = T.min(equal[n], left)
-                        before = before + count[n] + T.min(equal[n], left)
-                        left = left - T.min(equal[n], left)
+                select.threshold(keys, G, wanted, bound, tighter, count, part)
+                select.runs(keys, G, wanted, bound, count, equal, start, quota)
                 for j in T.Parallel(K):
                     run = T.alloc_var(T.int32)
                     seen = T.alloc_var(T.int32)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_plugin.kernels import reference
-from deepinfer_plugin.kernels.ascend.tiles import markov, mix, top_groups
+from deepinfer_plugin.kernels.ascend.tiles import candidate_blocks, markov, mix, top_groups
 from deepinfer_plugin.kernels.reference import formats
 
 from ...kernels.cases import Random, make
@@ -245,6 +245,16 @@ def scores_of_every_kind(draw: Random, groups: int) -> tuple[Tensor, Tensor]:
     return scores, visible
 
 
+@pytest.mark.parametrize("blocks", [2048, 40])
+def test_candidate_blocks(size, draw, blocks):
+    groups = getattr(CASES["candidate_blocks"], size)["g"]
+    scores, visible = scores_of_every_kind(draw, groups)
+    out = torch.full((ROWS, groups // 4), -1, dtype=torch.int32)
+    emulate("candidate_blocks", [scores, visible, out], {"R": ROWS}, blocks=blocks)
+    want = OPS["candidate_blocks"](scores, visible.long(), 8, blocks)
+    assert torch.equal(out.view(torch.uint8), want.to(torch.uint8))
+
+
 def test_top_groups(size, draw):
     groups, k = getattr(CASES["top_groups"], size).values()
     scores, visible = scores_of_every_kind(draw, groups)
@@ -282,7 +292,9 @@ def test_confidence(size, draw):
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "kernel"), [("hc_mix", mix, "mixed"), ("top_groups", top_groups, "best")], ids=["mix", "top"]
+    ("name", "module", "kernel"),
+    [("hc_mix", mix, "mixed"), ("top_groups", top_groups, "best"), ("candidate_blocks", candidate_blocks, "kept")],
+    ids=["mix", "top", "blocks"],
 )
 def test_the_op_around_its_kernel(monkeypatch, name, module, kernel):
     original = getattr(module, kernel)
@@ -306,5 +318,7 @@ def test_sizes_that_a_kernel_does_not_take_are_refused_by_name():
         mix.hc_mix(torch.empty(1, 3, 64), torch.empty(15, 192), torch.empty(15), torch.empty(3), 1e-20, 1e-6, 20)
     with pytest.raises(NotImplementedError, match="force top_groups=ascend"):
         top_groups.top_groups(torch.empty(1, top_groups.MOST + 1), torch.empty(1), 512, None)
+    with pytest.raises(NotImplementedError, match="force candidate_blocks=ascend"):
+        candidate_blocks.candidate_blocks(torch.empty(1, 64), torch.empty(1), 6, 4)
     with pytest.raises(NotImplementedError, match="force markov=ascend"):
         markov.markov(torch.empty(1), torch.empty(70, 32), torch.empty(70, 32))
