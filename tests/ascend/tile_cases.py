@@ -19,6 +19,7 @@ from deepinfer_plugin.kernels.ascend.tiles import (
     engram_gather,
     engram_hash,
     expand,
+    index_scores,
     markov,
     mix,
     norm,
@@ -192,6 +193,16 @@ CASES = {
         ),
         {"places": 9, "p": 24},
         {"places": 9, "p": 6},
+    ),
+    "index_scores": TileCase(
+        "index_scores",
+        index_scores.page_scores,
+        lambda r, h, g: (
+            *(e(r, h, 128), e(r, h), e(5, g, 16, dtype=I32), e(5, g // 8, 8, dtype=I32)),
+            *(e(3, 4, dtype=I64), e(r, dtype=I64), e(r, dtype=I32), e(r, 4 * g // 16, 16)),
+        ),
+        {"h": 32, "g": 64},
+        {"h": 32, "g": 32},
     ),
     "candidate_blocks": TileCase(
         "candidate_blocks",

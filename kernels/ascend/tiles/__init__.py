@@ -1,5 +1,6 @@
 """TileLang kernels for the Ascend 950, one op one file: what the provider's plain operations do in many launches and
-with gathered addresses, in one. bf16 activations only; a row at a time on each vector core.
+with gathered addresses, in one. bf16 activations only; a row at a time on each vector core, or on a whole core where
+the cube has a part.
 
 They are a provider of their own, ``ascend-tilelang``: lowered by TileLang's Ascend pipeline and emulated on a CPU, but
 never executed, so they serve an op only where they are asked for by name
@@ -31,6 +32,7 @@ ACTIVATION: Mapping[str, int | None] = {
     "latent_write": 0,
     "index_key_write": 0,
     "ngram_write": None,
+    "index_scores": 0,
     "candidate_blocks": 0,
     "top_groups": 0,
     "swiglu": 0,
@@ -62,6 +64,7 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         engram_gather,
         engram_hash,
         expand,
+        index_scores,
         markov,
         mix,
         norm,
@@ -86,6 +89,7 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         page_write.latent_write,
         page_write.index_key_write,
         row_write.ngram_write,
+        index_scores.index_scores,
         candidate_blocks.candidate_blocks,
         top_groups.top_groups,
         swiglu.swiglu,

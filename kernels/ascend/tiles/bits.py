@@ -83,3 +83,14 @@ def e2m1(x: Expr) -> Expr:
     for boundary, inclusive in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
         code = code + T.cast(m >= T.float32(boundary) if inclusive else m > T.float32(boundary), "int32")
     return T.bitwise_or(code, T.bitwise_and(T.shift_right(as_int(x), 28), 8))
+
+
+def e2m1_value(code: Expr) -> Expr:
+    """float32 of a 4-bit code 0..15."""
+    low = T.bitwise_and(code, 7)
+    # From 1 on one bit of mantissa; below, 0 and a half.
+    normal = as_float(
+        T.bitwise_or(T.shift_left(T.shift_right(low, 1) + 126, 23), T.shift_left(T.bitwise_and(low, 1), 22))
+    )
+    plain = T.if_then_else(low < 2, T.cast(low, "float32") * T.float32(0.5), normal)
+    return T.if_then_else(T.bitwise_and(code, 8) != 0, -plain, plain)

@@ -71,7 +71,7 @@ enum pipe_t { PIPE_S, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_FIX 
 using event_t = int;
 using asc_load_l2_cache_mode = int;
 using asc_store_l2_cache_mode = int;
-static int flags[8][8][16];
+static int flag_table[8][8][16], (*flags)[8][16] = flag_table;
 
 inline void asc_init() {}
 
@@ -148,12 +148,12 @@ void asc_vf_call(cce::dim3 shape, A... arguments) {
 
 inline void start_core(int core) {
     block_idx = core;
-    std::memset(flags, 0, sizeof flags);
+    std::memset(flag_table, 0, sizeof flag_table);
     std::memset(UB, 0xAB, UB_SIZE);  // a NaN in every format, if it is read before it is written
 }
 inline void end_core() {
-    for (auto &from : flags)
-        for (auto &to : from)
+    for (int from = 0; from < 8; ++from)
+        for (auto &to : flags[from])
             for (int count : to)
                 if (count) fault("leaves a flag that nobody waits for");
 }

@@ -29,16 +29,22 @@ def build(source: str, ub: int = DEFAULT.ub_simt) -> Path:
     body = re.sub(r"#include <tl_templates[^\n]*\n", "", source).replace("(__ubuf__ uint8_t *)0", "UB")
     name, parameters = _signature(source)
     call = ", ".join(f"({kind})arguments[{i}]" for i, (kind, _) in enumerate(parameters))
+    if "__mix__" in source:
+        header, each = "cube.h", f"run_core(core, ub, [&] {{ {name}({call}); }});"
+        body = body.replace("(__cbuf__ uint8_t *)0", "L1").replace("(__cc__ float *)0", "(float *)L0C")
+    else:
+        header, each = "device.h", f"start_core(core); {name}({call}); end_core();"
     text = f"""#define EMULATED_UB {ub}
-#include "device.h"
+#include "{header}"
 {body}
 extern "C" void run(int64_t *arguments, int cores, uint8_t *ub) {{
     UB = ub;
-    for (int core = 0; core < cores; ++core) {{ start_core(core); {name}({call}); end_core(); }}
+    for (int core = 0; core < cores; ++core) {{ {each} }}
 }}
 """
     CACHE.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256((text + (HERE / "device.h").read_text()).encode()).hexdigest()[:16]
+    headers = "".join(header.read_text() for header in sorted(HERE.glob("*.h")))
+    key = hashlib.sha256((text + headers).encode()).hexdigest()[:16]
     library, file = CACHE / f"{key}.so", CACHE / f"{key}.cpp"
     if not library.exists():
         file.write_text(text)
@@ -54,7 +60,7 @@ extern "C" void run(int64_t *arguments, int cores, uint8_t *ub) {{
 
 def _signature(source: str) -> tuple[str, list[tuple[str, str]]]:
     """Name of the kernel and its parameters: C type, name."""
-    match = re.search(r'extern "C" __global__ \w+ void (\w+)\(([^)]*)\)', source)
+    match = re.search(r'extern "C" __global__ (?:\w+|__mix__\(1, 2\)) void (\w+)\(([^)]*)\)', source)
     assert match, "no kernel in the source"
     parameters = []
     for text in match.group(2).replace("__gm__", "").split(","):

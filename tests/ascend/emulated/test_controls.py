@@ -61,3 +61,43 @@ def test_what_was_never_written_is_no_number_that_passes():
     got = emulate(OUT.format(bytes=64))
     assert (got == torch.full((16,), -1431655766, dtype=torch.int32).view(torch.float32)).sum() == 0
     assert not torch.equal(got, torch.arange(16.0)) and len(set(got.tolist())) == 1
+
+
+# ---- a whole core: one cube and two vector units ---------------------------------------------------------------------
+
+CORE = """extern "C" __global__ __mix__(1, 2) void k(__gm__ float* X, int32_t R) {{
+  asc_init();
+  __ubuf__ uint8_t *ub = (__ubuf__ uint8_t *)0;
+  __cbuf__ uint8_t *l1 = (__cbuf__ uint8_t *)0;
+  if ASC_IS_AIC {{ {cube} }}
+  if ASC_IS_AIV {{ {vector} }}
+}}
+"""
+MEET = "asc_sync_intra_wait(PIPE_M, 1); asc_sync_intra_wait(PIPE_M, 17);"
+SENDS = "asc_sync_intra_arrive(PIPE_MTE3, 1);"
+
+
+def test_units_that_meet():
+    x = torch.zeros(2)
+    write = "X[asc_get_sub_block_id()] = 1 + asc_get_sub_block_id();"
+    back = "asc_sync_intra_arrive(PIPE_FIX, 0); asc_sync_intra_arrive(PIPE_FIX, 16);"
+    vector = f"{SENDS} asc_sync_intra_wait(PIPE_V, 0); {write}"
+    run(CORE.format(cube=MEET + back, vector=vector), {"X": x}, {"R": 1}, cores=2)
+    assert x.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cube", "vector", "said"),
+    [
+        (MEET, "", "units wait for each other"),
+        (MEET, "if (asc_get_sub_block_id() == 0) " + SENDS, "units wait for each other"),
+        ("", SENDS, "a flag that nobody waits for"),
+        ("", "asc_copy_ub2l1(l1 + (512 << 10) - 32, ub, 1, 2, 0, 0);", "outside L1"),
+        ("", "asc_sync_wait(PIPE_MTE2, PIPE_V, 0);", "a flag that nobody set"),
+        ("", f"((float*)ub)[{DEFAULT.ub_simt // 4}] = 1;", "memory outside a buffer"),
+    ],
+    ids=["nobody comes", "one comes", "leaked flag", "L1 bounds", "unset flag", "bounds"],
+)
+def test_broken_rules_of_a_core_are_seen(cube, vector, said):
+    with pytest.raises(EmulationFault, match=said):
+        run(CORE.format(cube=cube, vector=vector), {"X": torch.zeros(2)}, {"R": 1}, cores=1)

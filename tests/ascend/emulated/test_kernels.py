@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_plugin.kernels import reference
-from deepinfer_plugin.kernels.ascend.tiles import candidate_blocks, markov, mix, top_groups
+from deepinfer_plugin.kernels.ascend.tiles import candidate_blocks, index_scores, markov, mix, top_groups
 from deepinfer_plugin.kernels.reference import formats
 
 from ...kernels.cases import Random, make
@@ -25,10 +25,10 @@ def names(kernel) -> list[str]:
     return [name for name, parameter in kernel.signature.parameters.items() if parameter.default is parameter.empty]
 
 
-def emulate(case: str, tensors: list[Tensor], scalars: dict[str, int], **constants) -> None:
+def emulate(case: str, tensors: list[Tensor], scalars: dict[str, int], cores: int = CORES, **constants) -> None:
     kernel = CASES[case].kernel
     made = source(kernel, *[torch.empty(t.shape, dtype=t.dtype) for t in tensors], **constants)
-    run(made, dict(zip(names(kernel), tensors, strict=True)), scalars, CORES)
+    run(made, dict(zip(names(kernel), tensors, strict=True)), scalars, cores)
 
 
 @pytest.fixture(params=SIZES)
@@ -233,6 +233,33 @@ def test_engram_hash(size, draw):
     assert torch.equal(out, OPS["engram_hash"](*arguments, 7))
 
 
+@pytest.mark.parametrize("low", [True, False], ids=["model", "deepinfer"])
+def test_index_scores(size, draw, low, monkeypatch):
+    heads, groups = getattr(CASES["index_scores"], size).values()
+    pool = torch.randint(0, 256, (5, groups * 68 + 160), dtype=torch.uint8)  # a page holds other things too
+    key, scale = draw.keys(5, groups, 128)
+    key_view = pool[:, 32 : 32 + groups * 64].unflatten(1, (groups, 64))
+    scale_view = pool[:, 64 + groups * 64 : 64 + groups * 68].unflatten(1, (groups, 4))
+    key_view.copy_(key), scale_view.copy_(scale)
+    scale_view[2, 7, 1] = 255  # a key that is no number
+    query, weight = draw.normal(ROWS, heads, 128), draw.normal(ROWS, heads)
+    query[4, 3, 64:96] = torch.nan
+    table = torch.tensor([[4, 1, 2, 3], [1 << 40, 0, 0, 0], [2, 2, 0, 1 << 50]])
+    requests = torch.tensor([0, 2, 0, 1, 2, 0])
+    visible = torch.tensor([4 * groups, 3 * groups, groups + 1, 0, 11, 2 * groups - 1])
+
+    def page_scores(*tensors: Tensor, **constants) -> None:
+        strides = {"k0": tensors[2].stride(0), "s0": tensors[3].stride(0)}
+        emulate("index_scores", list(tensors), {"R": ROWS, "N": 5, "B": 3, "P": 4, **strides}, cores=32, **constants)
+
+    monkeypatch.setattr(index_scores, "page_scores", page_scores)
+    got = index_scores.index_scores(query, weight, key_view, scale_view, table, requests, visible, low)
+    want = OPS["index_scores"](query, weight, key_view, scale_view, table.clamp(0, 4), requests, visible, low)
+    assert torch.equal(got.isnan(), want.isnan()) and got[4, :11].isnan().all() and got[0].isnan().sum() == 1
+    near = torch.isclose(got.float(), want.float(), rtol=2.0**-6, atol=1e-3, equal_nan=True)
+    assert near.all() and (got == want).float().mean() > 0.7
+
+
 def scores_of_every_kind(draw: Random, groups: int) -> tuple[Tensor, Tensor]:
     """Scores whose cut falls into ties, infinities, NaN and both zeros, and how many groups rows reach."""
     scores = draw.normal(ROWS, groups)
@@ -320,5 +347,8 @@ def test_sizes_that_a_kernel_does_not_take_are_refused_by_name():
         top_groups.top_groups(torch.empty(1, top_groups.MOST + 1), torch.empty(1), 512, None)
     with pytest.raises(NotImplementedError, match="force candidate_blocks=ascend"):
         candidate_blocks.candidate_blocks(torch.empty(1, 64), torch.empty(1), 6, 4)
+    query, key = torch.empty(1, 32, 64), torch.empty(5, 64, 32, dtype=torch.uint8)
+    with pytest.raises(NotImplementedError, match="force index_scores=ascend"):
+        index_scores.index_scores(query, query[..., 0], key, key[..., :2], query, query, query, True)
     with pytest.raises(NotImplementedError, match="force markov=ascend"):
         markov.markov(torch.empty(1), torch.empty(70, 32), torch.empty(70, 32))
