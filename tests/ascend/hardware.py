@@ -1,7 +1,8 @@
 """What someone with an Ascend 950 runs (``scripts/run_on_ascend.sh``): everything the other tiers cannot show.
 
-Pre-flight by the support table; every case of the contract suite on the device against the reference on the CPU; the
-tiny network; timings of ops at the released model's sizes with their share of the roofline. Nothing here has run yet.
+Pre-flight by the support table; every case of the contract suite on the device against the reference on the CPU, once
+more with the providers that serve only where asked for; the tiny network; timings of ops at the released model's sizes
+with their share of the roofline. Nothing here has run yet.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepinfer_plugin.kernels import OP_NAMES, registry
 from deepinfer_plugin.kernels.ascend import soc
 
 from ..kernels.cases import BUILDERS, make
@@ -36,13 +38,16 @@ def versions(machine: soc.Machine) -> dict[str, Any]:
     return found
 
 
-def contract(ops: Any, reference: Any) -> dict[str, Any]:
+BOTH = ((torch.bfloat16, BF16_FACTOR), (torch.float32, FLOAT32_FACTOR))
+
+
+def contract(ops: Any, reference: Any, names: Iterable[str] = BUILDERS, dtypes: Any = BOTH) -> dict[str, Any]:
     """Case -> "passed" or how it failed."""
     from ..kernels.test_contract import assert_close
 
     outcomes: dict[str, Any] = {}
-    for dtype, factor in ((torch.bfloat16, BF16_FACTOR), (torch.float32, FLOAT32_FACTOR)):
-        for name in BUILDERS:
+    for dtype, factor in dtypes:
+        for name in names:
             for rows in (1, 7, 33):
                 case = make(name, dtype, rows, seed=rows)
                 label = f"{name} {str(dtype).removeprefix('torch.')} x{rows}"
@@ -53,6 +58,23 @@ def contract(ops: Any, reference: Any) -> dict[str, Any]:
                 except Exception as error:  # every case is wanted, whatever the first one does
                     outcomes[label] = f"{type(error).__name__}: {str(error)[:300]}"
     return outcomes
+
+
+def asked_for(reference: Any, device: torch.device) -> dict[str, Any]:
+    """Provider that serves only where asked for -> op -> its cases, other ops as by default; or why it serves none."""
+    found: dict[str, Any] = {}
+    for provider in registry.providers():
+        if provider.name not in ("ascend-tilelang", "ascend-flashmla"):
+            continue
+        if (reason := provider.unavailable(device)) is not None:
+            found[provider.name] = reason
+            continue
+        found[provider.name] = {}
+        for op in sorted(set(provider.ops(device)) & set(OP_NAMES)):
+            names = [name for name in BUILDERS if make(name, torch.bfloat16).op == op]
+            table = OnDevice(registry.select(device, force={op: provider.name}, check=False))
+            found[provider.name][op] = contract(table, reference, names, BOTH[:1])
+    return found
 
 
 def tiny_model(device: str) -> dict[str, Any]:
@@ -122,7 +144,12 @@ def main() -> int:
     ops = select("npu")
     device, reference = OnDevice(ops), select("cpu", "reference")
     report: dict[str, Any] = {"versions": versions(machine), "contract": contract(device, reference)}
-    for name, step in (("tiny_model", lambda: tiny_model("npu")), ("timings", lambda: timings(ops, chip))):
+    steps: dict[str, Callable[[], Any]] = {
+        "asked_for": lambda: asked_for(reference, torch.device("npu")),
+        "tiny_model": lambda: tiny_model("npu"),
+        "timings": lambda: timings(ops, chip),
+    }
+    for name, step in steps.items():
         try:
             report[name] = step()
         except Exception as error:  # a report with a hole is worth more than none
@@ -133,6 +160,7 @@ def main() -> int:
     lines = [f"{key}: {value}" for key, value in report["versions"].items()]
     lines += [f"contract: {len(report['contract']) - len(failed)} passed, {len(failed)} failed"]
     lines += [f"  {name}: {outcome}" for name, outcome in failed.items()]
+    lines += [f"served where asked for: {json.dumps(report['asked_for'])}"]
     lines += [f"tiny model: {report['tiny_model']}", "timings:"]
     lines += [f"  {row}" for row in report["timings"]] if isinstance(report["timings"], list) else [report["timings"]]
     (out / "ascend_report.txt").write_text("\n".join(lines) + "\n")

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from deepinfer_plugin.kernels import OP_NAMES
+from deepinfer_plugin.kernels import OP_NAMES, registry
 from deepinfer_plugin.kernels.ascend import ANSWERS, dispatch, tiles, vendor
 
 from . import roofline, table
@@ -114,6 +115,26 @@ def test_the_hardware_script_is_skipped_without_a_device():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ascend hardware: SKIPPED (it needs an Ascend 950; no Ascend device was found)\n"
+
+
+def test_the_report_asks_for_providers_that_serve_only_then(monkeypatch, reference):
+    """Each of their ops on its own, the others as by default; a refusal is an outcome, not the end."""
+    from . import hardware
+
+    def refuses(*args):
+        raise NotImplementedError("sizes")
+
+    served = {"swiglu": reference._run["swiglu"], "rope": refuses}
+    fake = registry.Provider("ascend-tilelang", lambda device: None, lambda device: served)
+    gone = registry.Provider("ascend-flashmla", lambda device: "not there", lambda device: {})
+    monkeypatch.setattr(registry, "_PROVIDERS", [registry._PROVIDERS[-1], fake, gone])
+    monkeypatch.setattr(hardware, "OnDevice", lambda table: table)
+    found = hardware.asked_for(reference, torch.device("cpu"))
+    assert found["ascend-flashmla"] == "not there"
+    assert {op: set(cases.values()) for op, cases in found["ascend-tilelang"].items()} == {
+        "rope": {"NotImplementedError: sizes"},
+        "swiglu": {"passed"},
+    }
 
 
 def test_the_roofline_is_plausible():
