@@ -30,6 +30,7 @@ PREPARED_FOR: Mapping[str, tuple[str, ...]] = {
     "prepare_dense": ("dense", "moe_gate", "markov"),
     "prepare_grouped": ("grouped_linear",),
     "prepare_experts": ("moe_experts",),
+    "replace_expert": ("moe_experts",),
 }
 
 

@@ -83,6 +83,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
         gate.moe_gate,
         gate.swiglu,
         experts.prepare_experts,
+        experts.replace_expert,
         experts.moe_experts,
         engram.engram_hash,
         engram.engram_gather,

@@ -36,6 +36,16 @@ def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts
     return Experts(w13, s13, w2, s2, *_layout(w13, s13), *_layout(w2, s2))
 
 
+def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    for narrow, pairs, packed, scale in (
+        (experts.narrow13, experts.pairs13, w13, s13),
+        (experts.narrow2, experts.pairs2, w2, s2),
+    ):
+        fractal, paired = _layout(packed[None], scale[None])
+        narrow[slot].copy_(fractal[0])
+        pairs[slot].copy_(paired[0])
+
+
 def _layout(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 [E, N, K/2] in fractal layout, seen as [E, K/2, N], and scales uint8 [E, ceil(K/64), N, 2]."""
     fractal = op("npu_format_cast")(

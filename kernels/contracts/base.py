@@ -60,8 +60,8 @@ def _name(dtype: torch.dtype) -> str:
 class Prepared:
     """A weight in the layout of the providers that read it, opaque to callers.
 
-    It may hold the original tensors or copies of them: after writing to those (a reload, an expert that moved),
-    prepare again.
+    It may hold the original tensors or copies of them: after writing to those, prepare again (a single expert:
+    ``replace_expert``).
     """
 
     kind: str  # the prepare op that made it

@@ -82,6 +82,28 @@ class MoeOps(OpTable):
         check(op, "s2", s2, (e, h, inner // BLOCK), E8M0)
         return self._prepared(op, (e, h, inner), w13, s13, w2, s2)
 
+    def replace_expert(self, experts: Prepared, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+        """Make ``slot`` of prepared experts another expert, in place: whatever reads them, a captured graph too, finds
+        it at the same addresses.
+
+        Args:
+            experts: from ``prepare_experts``. A provider may read the tensors that it was given there, so their slot
+                holds the new expert already.
+            w13, s13, w2, s2: the expert, as in ``prepare_experts`` without the first dimension. ``prepare_experts`` has
+                accepted it on some rank: scales are not looked at again, which would wait for the device.
+        """
+        op = "replace_expert"
+        self._layout("moe_experts", "experts", experts, "prepare_experts")
+        e, h, inner = experts.shape
+        if not 0 <= slot < e:
+            fail(op, "slot", slot, f"0..{e - 1}")
+        check(op, "w13", w13, (2 * inner, h // 2), U8)
+        check(op, "s13", s13, (2 * inner, h // BLOCK), E8M0)
+        check(op, "w2", w2, (h, inner // 2), U8)
+        check(op, "s2", s2, (h, inner // BLOCK), E8M0)
+        for provider, replace in self._prepare[op].items():
+            replace(experts.data[provider], slot, w13, s13, w2, s2)
+
     def moe_experts(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Prepared, limit: float) -> Tensor:
         """Sum of each token's routed experts.
 

@@ -86,6 +86,7 @@ def _cpp() -> dict[str, Callable[..., Any]]:
         index.candidate_blocks,
         index.top_groups,
         experts.prepare_experts,
+        experts.replace_expert,
         experts.moe_experts,
     )
 

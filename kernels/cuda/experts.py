@@ -82,16 +82,28 @@ class Experts:
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
     inner, hidden = w13.shape[1] // 2, w2.shape[1]
-    # Rows of a tile: eight gate rows, the eight up rows of the same channels, and so on.
-    channel = torch.arange(inner, device=w13.device).view(-1, 8)
-    alternating = torch.stack((channel, channel + inner), 1).flatten()
     return Experts(
-        gate_up=pack(w13, s13, alternating),
+        gate_up=pack(w13, s13, alternating(inner, w13.device)),
         down=pack(w2, s2, torch.arange(hidden, device=w2.device)),
         hidden=hidden,
         inner=inner,
         wide=reference.moe.prepare_experts(w13, s13, w2, s2),
     )
+
+
+def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    """A NaN among the scales of ``w13`` or ``w2`` counts only if ``prepare_experts`` met one: the kernel that looks for
+    them is another one."""
+    rows = alternating(experts.inner, w13.device), torch.arange(experts.hidden, device=w2.device)
+    _pack_one(w13, s13, rows[0], experts.gate_up.tiles[slot], experts.gate_up.factors[slot])
+    _pack_one(w2, s2, rows[1], experts.down.tiles[slot], experts.down.factors[slot])
+    reference.moe.replace_expert(experts.wide, slot, w13, s13, w2, s2)
+
+
+def alternating(inner: int, device: torch.device) -> Tensor:
+    """Rows of a gate-and-up tile: eight gate rows, the eight up rows of the same channels, and so on."""
+    channel = torch.arange(inner, device=device).view(-1, 8)
+    return torch.stack((channel, channel + inner), 1).flatten()
 
 
 def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
@@ -108,18 +120,24 @@ def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
         return Product(tiles, factors, nan_scales=False)
     lost = torch.empty(experts, dtype=torch.bool, device=codes.device)
     for expert in range(experts):  # one at a time: the unpacked form is eight times as large
-        padded = torch.zeros(row_tiles * ROWS, channel_tiles * CHANNELS // 2, dtype=torch.uint8, device=codes.device)
-        padded[: rows.shape[0], :half] = codes[expert, rows]
-        tiles[expert, ..., : ROWS * CHANNELS // 2] = _words(padded)
-        used = ((padded[: rows.shape[0], :half] & 0x77) != 0).view(rows.shape[0], -1, 16).any(-1)
-        stored, factors[expert], lost[expert] = _scales(
-            scales[expert].view(torch.uint8)[rows], used, row_tiles, channel_tiles
-        )
-        tiles[expert, ..., ROWS * CHANNELS // 2 :] = stored
+        lost[expert] = _pack_one(codes[expert], scales[expert], rows, tiles[expert], factors[expert])
     if bool(lost.any()):
         named = lost.nonzero().flatten().tolist()
         raise ValueError(f"prepare_experts: scales of experts {named} span more than 2^126; the cuda kernel holds less")
     return Product(tiles, factors, bool((scales.view(torch.uint8) == 255).any()))
+
+
+def _pack_one(codes: Tensor, scales: Tensor, rows: Tensor, tiles: Tensor, factor: Tensor) -> Tensor:
+    """One expert into its tiles and its factor; whether a scale is lost, bool []."""
+    (row_tiles, channel_tiles, _), half = tiles.shape, codes.shape[1]
+    padded = torch.zeros(row_tiles * ROWS, channel_tiles * CHANNELS // 2, dtype=torch.uint8, device=codes.device)
+    padded[: rows.shape[0], :half] = codes[rows]
+    tiles[..., : ROWS * CHANNELS // 2] = _words(padded)
+    used = ((padded[: rows.shape[0], :half] & 0x77) != 0).view(rows.shape[0], -1, 16).any(-1)
+    stored, taken, lost = _scales(scales.view(torch.uint8)[rows], used, row_tiles, channel_tiles)
+    tiles[..., ROWS * CHANNELS // 2 :] = stored
+    factor.copy_(taken)
+    return lost
 
 
 def _words(codes: Tensor) -> Tensor:

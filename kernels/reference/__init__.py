@@ -39,6 +39,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
         moe.moe_gate,
         moe.swiglu,
         moe.prepare_experts,
+        moe.replace_expert,
         moe.moe_experts,
         engram.engram_hash,
         engram.engram_gather,

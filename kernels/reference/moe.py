@@ -64,6 +64,11 @@ def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts
     )
 
 
+def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    for weight in (experts.w13[slot], experts.w2[slot]):
+        weight.refresh()  # it reads the tensors that the expert was prepared from
+
+
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
     tokens, topk = ids.shape
     flat = ids.flatten()

@@ -112,6 +112,11 @@ class Weight:
         weakref.finalize(self, _give_back, size)
         return True
 
+    def refresh(self) -> None:
+        """What ``load`` reads has changed."""
+        if self.copy is not None:
+            self.copy.copy_(self.load(slice(0, self.rows)))
+
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, columns] bf16, float32, or float64 with short significands -> float64 [T, rows]."""
         if x.dtype != torch.float32:

@@ -8,6 +8,7 @@ import torch
 
 from deepinfer_plugin.kernels import OP_NAMES, ascend, identity, select
 from deepinfer_plugin.kernels.ascend import formats, vendor
+from deepinfer_plugin.kernels.ops import PREPARED_FOR
 from deepinfer_plugin.kernels.reference import formats as reference_formats
 
 from ..kernels.cases import BUILDERS, Case, make
@@ -24,7 +25,7 @@ def bound(case: Case, dtype: torch.dtype) -> float:
 
 
 def test_every_op_has_an_answer():
-    assert set(OP_NAMES) == set(ascend.ANSWERS) == {name for name in ascend.OPS if not name.startswith("prepare_")}
+    assert set(OP_NAMES) == set(ascend.ANSWERS) == ascend.OPS.keys() - PREPARED_FOR.keys()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 33])
@@ -100,6 +101,21 @@ def test_an_idle_rank(ops, reference, dtype, tokens):
     case.args["ids"] = torch.full_like(case.args["ids"], -1)
     (got,) = case.run(ops)
     assert torch.equal(got, torch.zeros_like(got)) and got.shape == case.args["x"].shape
+
+
+def test_a_replaced_expert(ops, reference, dtype):
+    case, (w13, s13, w2, s2) = make("moe_experts", dtype, 9), make("moe_experts", dtype, 1, seed=4).args["experts"].args
+    stacked = [tensor.clone() for tensor in case.args["experts"].args]
+    prepared = [table.prepare_experts(*stacked) for table in (ops, reference)]
+    for tensor, new in zip(stacked, (w13, s13, w2, s2), strict=True):
+        tensor[3].copy_(new[3])
+    results = []
+    for served, experts in zip((ops, reference), prepared, strict=True):
+        served.replace_expert(experts, 3, *(tensor[3] for tensor in stacked))
+        case.args["experts"] = experts
+        results.append(case.run(served))
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, bound(case, dtype))
 
 
 def test_one_busy_expert(ops, reference, dtype):

@@ -158,6 +158,30 @@ def test_scales_that_one_factor_cannot_hold_are_refused():
     torch.testing.assert_close(unpack(packed, 1)[:64, :128], want, rtol=0, atol=0)
 
 
+def test_a_replaced_expert_is_packed_as_if_it_had_been_there():
+    generator, inner, hidden = torch.Generator().manual_seed(3), 96, 192
+    shapes = ((3, 2 * inner, hidden), (3, hidden, inner))
+
+    def drawn():
+        codes = [torch.randint(256, (e, n, k // 2), generator=generator, dtype=torch.uint8) for e, n, k in shapes]
+        scales = [
+            torch.randint(110, 140, (e, n, k // 32), generator=generator, dtype=torch.uint8) for e, n, k in shapes
+        ]
+        return [part for c, s in zip(codes, scales, strict=True) for part in (c, s.view(torch.float8_e8m0fnu))]
+
+    old, new = drawn(), drawn()
+    prepared = experts.prepare_experts(*old)
+    places = [
+        part.data_ptr() for product in (prepared.gate_up, prepared.down) for part in (product.tiles, product.factors)
+    ]
+    experts.replace_expert(prepared, 1, *(part[1] for part in new))
+    want = experts.prepare_experts(*(torch.stack([a[0], b[1], a[2]]) for a, b in zip(old, new, strict=True)))
+    for product in ("gate_up", "down"):
+        for part in ("tiles", "factors"):
+            got = getattr(getattr(prepared, product), part)
+            assert torch.equal(got, getattr(getattr(want, product), part)) and got.data_ptr() == places.pop(0)
+
+
 def test_gate_and_up_rows_alternate_in_eights():
     inner, hidden = 96, 64
     w13 = torch.arange(2 * inner, dtype=torch.uint8)[None, :, None].repeat(1, 1, hidden // 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_plugin.kernels import select
+from deepinfer_plugin.kernels import OpError, select
 from deepinfer_plugin.kernels.reference import formats, numeric
 
 from .cases import BUILDERS, E, H, I, Random, Weights, make
@@ -223,6 +223,36 @@ def test_moe_experts_add_in_order_of_id(ops, dtype):
     for arg in ("ids", "weights"):
         case.args[arg] = case.args[arg].flip(-1)
     assert torch.equal(case.run(ops)[0], straight)
+
+
+def test_a_replaced_expert_is_found_at_the_same_place(ops, dtype):
+    if ops.device.type != "cpu" and dtype == torch.float32:
+        pytest.skip("it reads the stacked tensors, and the table under test was given copies of these")
+    case, other = make("moe_experts", dtype, rows=20), make("moe_experts", dtype, rows=7, seed=5)
+    old, new = ([tensor.clone() for tensor in weight(c, "experts")] for c in (case, other))
+    prepared = ops.prepare_experts(*old)
+    case.args["experts"] = prepared
+    (before,) = case.run(ops)
+    for tensor, replacement in zip(old, new, strict=True):
+        tensor[2].copy_(replacement[2])
+    ops.replace_expert(prepared, 2, *(tensor[2] for tensor in old))
+    (after,) = case.run(ops)
+    case.args["experts"] = ops.prepare_experts(*old)
+    assert torch.equal(after, case.run(ops)[0])
+    chose = (case.args["ids"] == 2).any(-1)
+    assert torch.equal(after[~chose], before[~chose]) and not torch.equal(after[chose], before[chose])
+
+
+def test_a_replaced_expert_is_checked_by_name(ops):
+    w13, s13, w2, s2 = make("moe_experts", torch.float32).args["experts"].args
+    prepared = ops.prepare_experts(w13, s13, w2, s2)
+    for slot, args, text in (
+        (E, (w13[0], s13[0], w2[0], s2[0]), f"slot must be 0..{E - 1}"),
+        (0, (w13[0, :64], s13[0], w2[0], s2[0]), "w13 must be of shape"),
+        (0, (w13[0], s13[0], w2[0], s2[0, :64]), "s2 must be of shape"),
+    ):
+        with pytest.raises(OpError, match=rf"^replace_expert: {text}"):
+            ops.replace_expert(prepared, slot, *args)
 
 
 def test_expert_shards_add_up(ops):
