@@ -115,7 +115,8 @@ class Weight:
     def refresh(self) -> None:
         """What ``load`` reads has changed."""
         if self.copy is not None:
-            self.copy.copy_(self.load(slice(0, self.rows)))
+            with torch.inference_mode():  # in which the copy may have been made
+                self.copy.copy_(self.load(slice(0, self.rows)))
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, columns] bf16, float32, or float64 with short significands -> float64 [T, rows]."""
