@@ -106,7 +106,7 @@ def floor_ms(network: Network, rows: Rows, each: int, context: int) -> float:
         if isinstance(module, Linear | GroupedLinear | Dense):
             total += floor_us(module.weight.nbytes, 2 * module.weight.numel() * count)
         elif isinstance(module, Experts):
-            used = 1 - (1 - config.experts_per_token / len(module.held)) ** count
+            used = 1 - (1 - config.experts_per_token / module.slots) ** count
             bytes_ = used * sum(value.nbytes for value in module.parameters(recurse=False))
             total += floor_us(bytes_, count * config.experts_per_token * 6 * config.hidden_size * config.expert_dim)
     for layer, ratio in enumerate(config.compress_ratios[: config.num_layers]):

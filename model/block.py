@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepinfer_plugin.kernels import Ops
 
 from .config import V41Config
+from .expert_map import ExpertMap
 from .layers import RMSNorm, parameter
 from .moe import MoE
 from .parallel import Parallel
@@ -21,12 +22,23 @@ from .step import Step
 
 
 class Block(nn.Module):
-    def __init__(self, ops: Ops, config: V41Config, attention: nn.Module, experts: int, topk: int, parallel: Parallel):
+    """``places``: of its set of experts, of which it is layer ``layer``; ``topk`` of them for a row."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: V41Config,
+        attention: nn.Module,
+        places: ExpertMap,
+        layer: int,
+        topk: int,
+        parallel: Parallel,
+    ):
         super().__init__()
         self.ops = ops
         self.norm_eps, self.hc_eps, self.hc_iters = config.norm_eps, config.hc_eps, config.hc_iters
         self.attn = attention
-        self.ffn = MoE(ops, config, experts, topk, parallel)
+        self.ffn = MoE(ops, config, places, layer, topk, parallel)
         self.attn_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         self.ffn_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         streams = config.hc_mult

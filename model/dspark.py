@@ -22,6 +22,7 @@ from deepinfer_plugin.kernels import Ops
 from .attention import WindowAttention
 from .block import Block, expand_embedding
 from .config import V41Config
+from .expert_map import ExpertMap
 from .layers import Dense, Embedding, Linear, RMSNorm
 from .memory import StatePool
 from .parallel import Parallel
@@ -102,11 +103,13 @@ class ConfidenceHead(nn.Module):
 class Stage(Block):
     """One draft stage. The first also owns the context projection, the last the heads."""
 
-    def __init__(self, ops: Ops, config: V41Config, profile: Profile, index: int, parallel: Parallel):
+    def __init__(
+        self, ops: Ops, config: V41Config, profile: Profile, index: int, places: ExpertMap, parallel: Parallel
+    ):
         assert config.dspark is not None
         dspark = config.dspark
         attention = DraftAttention(ops, config, profile, config.num_layers + index, parallel)
-        super().__init__(ops, config, attention, dspark.experts, dspark.experts_per_token, parallel)
+        super().__init__(ops, config, attention, places, index, dspark.experts_per_token, parallel)
         if index == 0:
             self.main_proj = Linear(ops, len(dspark.target_layers) * config.hidden_size, config.hidden_size)
             self.main_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)

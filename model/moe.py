@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from deepinfer_plugin.kernels import Ops
 
 from .config import QUANT_BLOCK, V41Config
+from .expert_map import ExpertMap
 from .layers import SCALE, Dense, Linear, parameter
 from .parallel import Parallel
 from .step import Step
@@ -30,32 +32,65 @@ class Gate(Dense):
 
 
 class Experts(nn.Module):
-    """The routed experts of a layer that this rank holds, stacked: w1 and w3 as one [2I, H] matrix, two e2m1 values a
-    byte, a UE8M0 scale per 32. ``total``: on all ranks."""
+    """The slots of a layer's routed experts that this rank holds, stacked: w1 and w3 as one [2I, H] matrix, two e2m1
+    values a byte, a UE8M0 scale per 32. ``layer``: its number in the map; ``loaded``: the experts in the slots when the
+    checkpoint is read."""
 
-    def __init__(self, ops: Ops, config: V41Config, experts: int, parallel: Parallel):
+    def __init__(self, ops: Ops, config: V41Config, places: ExpertMap, layer: int, rank: int):
         super().__init__()
-        self.ops, self.limit, self.total = ops, config.swiglu_limit, experts
-        self.held, self.inner = parallel.place.experts.part(experts), config.expert_dim
-        experts = len(self.held)
-        hidden = config.hidden_size
-        self.w13 = parameter(experts, 2 * self.inner, hidden // 2, dtype=torch.uint8)
-        self.s13 = parameter(experts, 2 * self.inner, hidden // QUANT_BLOCK, dtype=SCALE)
-        self.w2 = parameter(experts, hidden, self.inner // 2, dtype=torch.uint8)
-        self.s2 = parameter(experts, hidden, self.inner // QUANT_BLOCK, dtype=SCALE)
+        self.ops, self.limit, self.inner = ops, config.swiglu_limit, config.expert_dim
+        self.map, self.layer, self.slots = places, layer, places.slots
+        self.loaded: list[int] = places.placement[layer].reshape(places.ranks, -1)[rank].tolist()
+        slots, hidden = self.slots, config.hidden_size
+        self.w13 = parameter(slots, 2 * self.inner, hidden // 2, dtype=torch.uint8)
+        self.s13 = parameter(slots, 2 * self.inner, hidden // QUANT_BLOCK, dtype=SCALE)
+        self.w2 = parameter(slots, hidden, self.inner // 2, dtype=torch.uint8)
+        self.s2 = parameter(slots, hidden, self.inner // QUANT_BLOCK, dtype=SCALE)
         self.prepared: Any = None
 
     def prepare(self) -> None:
         self.prepared = self.ops.prepare_experts(self.w13, self.s13, self.w2, self.s2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Weighted sum over each token's experts, float32 [T, H]; ids count from the first one held."""
+        """Weighted sum over each token's experts, float32 [T, H]; ids are slots, counted from this rank's first."""
         return self.ops.moe_experts(x, weights, ids, self.prepared, self.limit)
+
+    def assign(self, ids: Tensor) -> Tensor:
+        """Slots int64 [T, k], counted over all ranks, that compute expert ids [T, k] of all rows."""
+        return self.map.assign(self.layer, ids)
+
+    # ---- experts that move -------------------------------------------------------------------------------------------
+
+    @property
+    def expert_bytes(self) -> int:
+        """What travels when an expert does."""
+        return sum(part[0].nbytes for part in self._stacked)
+
+    def read(self, slot: int, out: Tensor) -> None:
+        """The expert in ``slot`` as bytes, uint8 [expert_bytes]."""
+        for part, piece in self._pieces(slot, out):
+            piece.copy_(part.flatten().view(torch.uint8))
+
+    def write(self, slot: int, arrived: Tensor) -> None:
+        """Another expert into ``slot``, from what ``read`` made of it on another rank."""
+        for part, piece in self._pieces(slot, arrived):
+            part.flatten().view(torch.uint8).copy_(piece)
+        self.ops.replace_expert(self.prepared, slot, *(part[slot] for part in self._stacked))
+
+    @property
+    def _stacked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.w13.data, self.s13.data, self.w2.data, self.s2.data
+
+    def _pieces(self, slot: int, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = [part[slot] for part in self._stacked]
+        yield from zip(parts, packed.split([part.nbytes for part in parts]), strict=True)
+
+    # ---- the checkpoint ----------------------------------------------------------------------------------------------
 
     def slices(self) -> dict[str, Tensor]:
         """Checkpoint name (below ``experts.``) -> the view of our stacked parameter it fills."""
         views: dict[str, Tensor] = {}
-        for index, expert in enumerate(self.held):
+        for index, expert in enumerate(self.loaded):
             for name, rows in (("w1", slice(0, self.inner)), ("w3", slice(self.inner, None))):
                 views[f"{expert}.{name}.weight"] = self.w13[index, rows].view(torch.int8)
                 views[f"{expert}.{name}.scale"] = self.s13[index, rows]
@@ -82,10 +117,10 @@ class MoE(nn.Module):
     """On many ranks each finishes the rows that it owns: the routed experts' outputs come to it, the shared expert,
     which every rank holds, runs there."""
 
-    def __init__(self, ops: Ops, config: V41Config, experts: int, topk: int, parallel: Parallel):
+    def __init__(self, ops: Ops, config: V41Config, places: ExpertMap, layer: int, topk: int, parallel: Parallel):
         super().__init__()
-        self.gate = Gate(ops, config, experts, topk)
-        self.experts = Experts(ops, config, experts, parallel)
+        self.gate = Gate(ops, config, places.experts, topk)
+        self.experts = Experts(ops, config, places, layer, parallel.place.experts.index)
         self.shared_experts = SharedExpert(ops, config)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:

@@ -16,7 +16,9 @@ from .config import V41Config
 from .dspark import DSpark, Stage
 from .engram import Engram
 from .engram_table import EngramTable
+from .expert_map import ExpertMap
 from .layers import Dense, Embedding, RMSNorm
+from .layout import Layout, expert_sets
 from .memory import PagePool, StatePool
 from .moe import Experts
 from .parallel import Parallel, Single
@@ -32,10 +34,17 @@ class Layer(Block):
     """A block of the network, with an Engram in front of its attention at a few layers."""
 
     def __init__(
-        self, ops: Ops, config: V41Config, profile: Profile, layer: int, table: EngramTable | None, parallel: Parallel
+        self,
+        ops: Ops,
+        config: V41Config,
+        profile: Profile,
+        layer: int,
+        table: EngramTable | None,
+        places: ExpertMap,
+        parallel: Parallel,
     ):
         attention = Attention(ops, config, profile, layer, parallel)
-        super().__init__(ops, config, attention, config.experts, config.experts_per_token, parallel)
+        super().__init__(ops, config, attention, places, layer, config.experts_per_token, parallel)
         self.engram: Engram | None = None
         if config.engram is not None and layer in config.engram.layers:
             assert table is not None
@@ -62,15 +71,24 @@ class Network(nn.Module):
         super().__init__()
         self.config, self.ops, self.profile = config, ops, profile
         self.parallel = parallel = parallel or Single()
-        check_place(config, parallel.place.heads.of, parallel.place.experts.of)
+        place, ranks = parallel.place, parallel.place.experts.of
+        check_place(config, place.heads.of, 1 if place.layout else ranks)
+        layout = place.layout or Layout.trivial(config, ranks)
+        layout.check(config, ranks)
+        self.expert_maps = {
+            name: ExpertMap(layout[name], experts, ranks) for name, (_, experts) in expert_sets(config).items()
+        }
+        target, draft = self.expert_maps.values()
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(ops, config, profile, layer, table, parallel) for layer in range(config.num_layers)
+            Layer(ops, config, profile, layer, table, target, parallel) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         tokens = len(parallel.place.heads.part(config.vocab_size))
         self.head = Dense(ops, config.hidden_size, tokens, torch.float32)
-        self.mtp = nn.ModuleList(Stage(ops, config, profile, stage, parallel) for stage in range(config.draft_stages))
+        self.mtp = nn.ModuleList(
+            Stage(ops, config, profile, stage, draft, parallel) for stage in range(config.draft_stages)
+        )
         self.dspark = DSpark(config, ops, self.mtp, self.embed_tokens, self.logits, parallel) if config.dspark else None
         classes = torch.zeros(config.vocab_size, dtype=torch.int64) if table is None else table.token_class
         self.register_buffer("token_class", classes.to(self.norm.weight.device), persistent=False)

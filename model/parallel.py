@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .layout import Layout
 from .place import Place, Share
 from .rows import Rows
 
@@ -99,10 +100,13 @@ class Exchange(Protocol):
 class ExpertSum(Protocol):
     """The routed experts of a layer, as far as this rank has them."""
 
-    total: int  # experts on all ranks
+    slots: int  # of every rank, in each of which lies an expert
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Float32 [T, H]: weighted sum over each row's experts, ids [T, k] counted from this rank's first."""
+        """Float32 [T, H]: weighted sum over each row's experts, ids [T, k] slots counted from this rank's first."""
+
+    def assign(self, ids: Tensor) -> Tensor:
+        """Slots int64 [T, k], counted over all ranks, that compute the experts ids [T, k] of the rows of all groups."""
 
 
 class Parallel(Protocol):
@@ -176,8 +180,11 @@ class Ranks:
     size of ``group``. check: compare what the ranks of a group are about to run before every forward, which costs a
     round trip on the host.
 
-    split_heads, split_experts: False leaves these whole on every rank of a group, or of all.
+    split_heads, split_experts: False leaves these whole on every rank of a group, or of all. layout: which experts lie
+    in which slots; None: each once, in order.
     exchange: makes what a forward sends between ranks, from these and the rows of each group; None: ``Travelling``.
+
+    between: called by every rank before every forward, also one that drafts; what it does may communicate.
     """
 
     def __init__(
@@ -187,6 +194,7 @@ class Ranks:
         *,
         split_heads: bool = True,
         split_experts: bool = True,
+        layout: Layout | None = None,
         check: bool = False,
         exchange: Callable[[Ranks, Sequence[int]], Exchange] | None = None,
     ):
@@ -196,8 +204,9 @@ class Ranks:
         self.heads: Group = group if split_heads else Alone()
         self.experts: Group = world if split_experts else Alone()
         self.groups = world.size // group.size
-        self.place = Place(Share(self.heads.rank, self.heads.size), Share(self.experts.rank, self.experts.size))
+        self.place = Place(Share(self.heads.rank, self.heads.size), Share(self.experts.rank, self.experts.size), layout)
         self.exchange = exchange or Travelling
+        self.between: Callable[[], None] | None = None
         self.step = 0  # forwards begun, the same on every rank
 
     def columns(self, x: Tensor) -> Tensor:
@@ -226,6 +235,8 @@ class Ranks:
             RankDivergence: other ranks are at another step, or (always with several groups, else only with ``check``)
                 a rank of this group has another number of rows, or (with ``check``) other rows.
         """
+        if self.between is not None:
+            self.between()
         self.step += 1
         counts = [rows.count] * self.groups
         if self.groups > 1 or self.check:
@@ -309,11 +320,11 @@ class Travelling:
             parts = self.everywhere(message).split([field.shape[1] * field.element_size() for field in fields], 1)
             x, weights, ids = (part.contiguous().view(field.dtype) for part, field in zip(parts, fields, strict=True))
             ids = ids.to(torch.int64)
-        each = -(-experts.total // self.ranks.experts.size)
-        travel = Travel(self, ids // each)
+        slots = experts.assign(ids)
+        travel = Travel(self, slots // experts.slots)
         pairs = travel.held
         rows = pairs // ids.shape[1]
-        local = ids.flatten()[pairs, None] - each * self.ranks.experts.rank
+        local = slots.flatten()[pairs, None] - experts.slots * self.ranks.experts.rank
         # An expert's output is one rounded number a channel: float32 here, as exact in the dtype of x.
         outputs = experts(x[rows], weights.flatten()[pairs, None], local).to(x.dtype)
         return ascending_sum(travel.to_owners(outputs), ids[self.mine.start : self.mine.stop])

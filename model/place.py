@@ -8,10 +8,11 @@ the same bits for its outputs as one rank that holds everything, and a rank's pa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .config import QUANT_BLOCK, V41Config
+from .layout import DRAFT, TARGET, Layout, expert_sets
 
 
 class PlaceError(ValueError):
@@ -40,39 +41,46 @@ class Share:
 class Place:
     """``heads``: the share of attention heads, output projections and vocabulary; ``experts``: the share of routed
     experts and of the rows of Engram's tables. Everything else is held whole: it is small, or, like the embedding, read
-    a row at a time."""
+    a row at a time. ``layout``: which experts lie in which slots; None: each once, in order."""
 
     heads: Share = Share()
     experts: Share = Share()
+    layout: Layout | None = None
 
     def part(self, name: str, rows: int, config: V41Config) -> range | None:
         """Rows of a checkpoint tensor of ``rows`` rows that belong here; None for a tensor of another rank."""
         if expert := _EXPERT.fullmatch(name):
-            count = config.experts if expert["draft"] is None else draft_experts(config)
-            return range(rows) if int(expert["id"]) in self.experts.part(count) else None
+            held = self.held(config, TARGET if expert["draft"] is None else DRAFT, int(expert["layer"]))
+            return range(rows) if int(expert["id"]) in held else None
         if _BY_HEADS.fullmatch(name):
             return self.heads.part(rows)
         if _TABLE.fullmatch(name):
             return self.experts.part(rows)
         return range(rows)
 
+    def held(self, config: V41Config, name: str, layer: int) -> Sequence[int]:
+        """The experts of a set (``layout.py``) in this rank's slots of a layer, in order."""
+        if self.layout is None:
+            return self.experts.part(expert_sets(config)[name][1])
+        return self.layout.held(name, layer, self.experts.index, self.experts.of)
 
-_EXPERT = re.compile(r"(layers|(?P<draft>mtp))\.\d+\.ffn\.experts\.(?P<id>\d+)\..+")
+
+_EXPERT = re.compile(r"(layers|(?P<draft>mtp))\.(?P<layer>\d+)\.ffn\.experts\.(?P<id>\d+)\..+")
 _BY_HEADS = re.compile(r"head\.weight|(layers|mtp)\.\d+\.attn\.(attn_sink|(wq_b|wo_a|wo_b)\.(weight|scale))")
 _TABLE = re.compile(r"layers\.\d+\.engram\.embed\.(weight|scale)")
 
 
-def draft_experts(config: V41Config) -> int:
-    return config.dspark.experts if config.dspark else 0
-
-
-def check_place(config: V41Config, heads: int, experts: int) -> None:
-    """Whether the model divides among ``heads`` ranks of an attention group and ``experts`` ranks of all groups.
+def check_place(config: V41Config, heads: int, experts: int, redundant: int = 0) -> None:
+    """Whether the model divides among ``heads`` ranks of an attention group and ``experts`` ranks of all groups, which
+    hold ``redundant`` replicas of experts.
 
     Raises:
-        PlaceError: at least one size does not; names each with the legal numbers of ranks.
+        PlaceError: at least one size does not; names each with the legal numbers of ranks, or of replicas.
     """
-    problems = [*_heads(config, heads), *_experts(config, experts)]
+    problems = [
+        *_heads(config, heads),
+        *(_replicas(config, experts, redundant) if redundant else _experts(config, experts)),
+    ]
     if problems:
         raise PlaceError(problems)
 
@@ -98,7 +106,14 @@ def _undivided(config: V41Config, ranks: int) -> list[str]:
 
 
 def _experts(config: V41Config, ranks: int) -> Iterator[str]:
-    for what, count in (("experts", config.experts), ("draft experts", draft_experts(config))):
+    for name, (_, count) in expert_sets(config).items():
         if count % ranks:
+            what = "experts" if name == TARGET else "draft experts"
             legal = (str(n) for n in range(1, count + 1) if count % n == 0)
             yield f"{count} {what} do not divide among {ranks} ranks; legal: {', '.join(legal)}"
+
+
+def _replicas(config: V41Config, ranks: int, redundant: int) -> Iterator[str]:
+    most = min(count * (ranks - 1) for _, count in expert_sets(config).values() if count)
+    if not 0 < redundant <= most:
+        yield f"{redundant} redundant experts on {ranks} ranks; legal: 0 to {most}, a rank holds an expert once"

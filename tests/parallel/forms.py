@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepinfer_plugin.model import V41
+from deepinfer_plugin.model.config import V41Config
+from deepinfer_plugin.model.layout import Layout, expert_sets, slots_of_rank
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.parallel import Alone, Group, Parallel, RankDivergence, Ranks
 from deepinfer_plugin.model.rows import Rows
 from deepinfer_plugin.model.torch_group import TorchGroup
+from tests.eplb.placements import shuffled
 
 # Per attention group: forwards, each a list of (sequence, rows). Groups have nothing to do at times, all of them once,
 # and rows do not divide evenly.
@@ -83,12 +87,27 @@ class Form:
     heads: bool = True
     experts: bool = True
     profile: str = "model"
+    redundant: int | None = None  # None: every expert once, in order; else these replicas, all of it in disorder
 
-    def parallel(self, rank: int, groups: dict[tuple[int, ...], Group]) -> Parallel:
+    def layout(self, config: V41Config) -> Layout | None:
+        if self.redundant is None:
+            return None
+        random = np.random.default_rng(self.redundant)
+        return Layout(
+            *(
+                shuffled(
+                    random, layers, experts, slots_of_rank(experts, self.ranks, self.redundant) * self.ranks, self.ranks
+                )
+                for layers, experts in expert_sets(config).values()
+            )
+        )
+
+    def parallel(self, rank: int, groups: dict[tuple[int, ...], Group], config: V41Config) -> Parallel:
         first = rank // self.size * self.size
         group = groups[tuple(range(first, first + self.size))] if self.size > 1 else Alone()
         world = groups[tuple(range(self.ranks))]
-        return Ranks(group, world, split_heads=self.heads, split_experts=self.experts, check=True)
+        layout = self.layout(config)
+        return Ranks(group, world, split_heads=self.heads, split_experts=self.experts, layout=layout, check=True)
 
 
 FORMS = {
@@ -101,6 +120,8 @@ FORMS = {
     "DP2xTP2xEP4": Form(4, 2),
     "DP4xEP4": Form(4, 1),
     "DP4": Form(4, 1, experts=False),
+    "DP4xEP4, replicas": Form(4, 1, redundant=5),
+    "TP2xEP2, in disorder": Form(2, 2, redundant=0),
 }
 
 
@@ -115,7 +136,7 @@ def follow_all(rank: int, path: Path) -> dict[str, Outcome]:
     outcomes = {}
     for name, form in FORMS.items():
         if rank < form.ranks:
-            model = V41.load(path, profile=form.profile, parallel=form.parallel(rank, groups))
+            model = V41.load(path, profile=form.profile, parallel=form.parallel(rank, groups, V41Config.load(path)))
             outcomes[name] = follow(model, rank // form.size)
         dist.barrier()
     return outcomes
