@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepinfer_plugin.model.config import V41Config
+from deepinfer_plugin.model.config import QUANT_BLOCK, V41Config
+from deepinfer_plugin.model.layout import expert_sets
 from deepinfer_plugin.model.memory import PageLayout, StateLayout
 
+WINDOW = 100  # steps that a decision about experts looks at
 JUNK_PAGES = JUNK_SLOTS = 1  # page 0 and slot 0 take what padding rows write
 # SGLang's eager runner keeps its inputs in buffers with a row for every token of the page pool: token ids, positions,
 # locations, three M-RoPE positions. A CPU never touches most of theirs.
@@ -22,6 +24,14 @@ INPUT_BYTES = 6 * 8
 def token_extra(on_cpu: bool) -> int:
     """Bytes beside the pages for each of their tokens."""
     return 0 if on_cpu else INPUT_BYTES
+
+
+def balancing_bytes(config: V41Config) -> int:
+    """What a rank needs to move experts (``--enable-eplb``): for each set of them one that leaves, one that arrives,
+    and the counts of a window of steps."""
+    values = 3 * config.hidden_size * config.expert_dim
+    expert = values // 2 + values // QUANT_BLOCK
+    return sum(2 * expert + 4 * WINDOW * layers * experts for layers, experts in expert_sets(config).values() if layers)
 
 
 class CapacityError(ValueError):
