@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import model_impl, patches, ranks, refusals, termination
 from .conflicts import ConflictError, refuse
+from .expert_arguments import NOTHING, ExpertArguments
 from .ranks import RankCounts
 from .settings import Settings, from_command_line
 from .speculative import algorithm
@@ -82,7 +83,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         logger.info("--enable-deterministic-inference implies --deepinfer-exact-prefix")
         settings = replace(settings, exact_prefix=True)
     declare_resolution(server_args, SOURCE, model_config_parser=model_impl.PARSER)
-    config, weight_bytes = _read_checkpoint(view)
+    experts = ExpertArguments.of(server_args)
+    config, weight_bytes = _read_checkpoint(view, experts)
     device = device_of(view)
     refuse(server_args, config, settings, weight_bytes, device)
     if device == "cpu":
@@ -97,6 +99,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     if from_command_line(server_args):
         termination.exit_on_sigterm()
     declared = declarations(view, config, settings, device)
+    if not experts.as_usual:
+        declared |= NOTHING  # for SGLang to balance: the balancer is ours
     logger.info("deepinfer declares %s", declared)
     declare_resolution(server_args, SOURCE, **declared)
 
@@ -108,19 +112,23 @@ def device_of(view: Any) -> str:
     return str(view.device or current_platform.device_type).split(":")[0]
 
 
-def _read_checkpoint(view: Any) -> tuple[V41Config, int]:
-    """The architecture and the bytes of one rank's weights, from files that are all checked here: a bad checkpoint
-    should cost seconds, not a load."""
+def _read_checkpoint(view: Any, experts: ExpertArguments) -> tuple[V41Config, int]:
+    """The architecture and the bytes of one rank's weights, replicas and what moves them included, from files that are
+    all checked here: a bad checkpoint should cost seconds, not a load."""
     from .model.checkpoint import Checkpoint
     from .model.config import V41Config
     from .model.engram_table import EngramTable
+    from .runtime.memory_plan import balancing_bytes
     from .tokenizer_check import tokenizer_problem
 
     path = Path(view.model_path)
     if not path.is_dir():
         raise ConflictError([f"--model-path {path}: not a directory; download the checkpoint and name the directory"])
     config = V41Config.load(path)
-    weight_bytes = Checkpoint.open(path, config).part(RankCounts.of(view).largest, config).nbytes
+    place = RankCounts.of(view).largest(config, experts.redundant)
+    weight_bytes = Checkpoint.open(path, config).part(place, config).nbytes
+    if experts.balanced:
+        weight_bytes += balancing_bytes(config)
     problem = None if view.skip_tokenizer_init or view.tokenizer_path else tokenizer_problem(path)
     if problem:
         raise ConflictError([f"--model-path {path}: {problem}; it comes with the checkpoint"])

@@ -13,7 +13,8 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import ranks
+from . import expert_arguments, ranks
+from .expert_arguments import ExpertArguments
 from .ranks import RankCounts
 from .settings import from_command_line
 
@@ -79,8 +80,14 @@ REFUSED = {
     "enable_torch_compile": "the network is not compiled",
     "moe_runner_backend": "experts run through our own ops; see --deepinfer-ops",
     "moe_a2a_backend": "expert outputs travel by torch.distributed so far",
-    "enable_eplb": "expert balancing is not there yet",
-    "ep_num_redundant_experts": "expert balancing is not there yet",
+    "eplb_algorithm": "experts are placed by our own policy; legal: auto, deepinfer",
+    "eplb_rebalance_layers_per_chunk": "experts move by bytes, not layers; see --deepinfer-expert-chunk-kib",
+    "eplb_min_rebalancing_utilization_threshold": "experts move when the forecast gain exceeds the cost",
+    "ep_dispatch_algorithm": "replicas share a step's rows by its own counts",
+    "expert_distribution_recorder_mode": "our own balancer counts; its metrics are deepinfer_eplb_*",
+    "expert_distribution_recorder_buffer_size": "our own balancer counts; its metrics are deepinfer_eplb_*",
+    "expert_balancedness_report_mode": "our own balancer counts; its metrics are deepinfer_eplb_*",
+    "enable_elastic_expert_backup": "the number of ranks is fixed",
     "elastic_ep_backend": "the number of ranks is fixed",
     "attention_backend": "attention reads pages and windows that only our backend knows",
     "prefill_attention_backend": "attention reads pages and windows that only our backend knows",
@@ -107,6 +114,7 @@ REFUSED = {
     "debug_cuda_graph": "it looks into SGLang's own graphs",
 }
 ALSO_LEGAL = {
+    "eplb_algorithm": ("deepinfer",),
     "dtype": ("bfloat16",),
     "load_format": ("safetensors",),
     "attention_backend": ("deepinfer",),
@@ -139,12 +147,13 @@ def refuse(server_args: Any, config: V41Config, settings: Settings, weight_bytes
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    view = resolving_view(server_args)
+    view, experts = resolving_view(server_args), ExpertArguments.of(server_args)
     found = [
         *_refused_fields(server_args),
         *_device(device),
         *_address(server_args, view),
-        *ranks.conflicts(view, config),
+        *ranks.conflicts(view, config, experts.redundant),
+        *expert_arguments.conflicts(experts, RankCounts.of(view), config, settings),
         *_ops(settings, device),
         *speculation(view, config, settings),
         *_sizes(view, config, settings, weight_bytes, device),

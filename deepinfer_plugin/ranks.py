@@ -34,16 +34,18 @@ class RankCounts:
     def group_size(self) -> int:
         return max(self.total // self.groups, 1)
 
-    @property
-    def largest(self) -> Place:
-        """Of a rank that holds as much as any: where parts are not equal, the first is the largest."""
+    def largest(self, config: V41Config, redundant: int = 0) -> Place:
+        """Of a rank that holds as much as any: where parts are not equal, the first is the largest. redundant: replicas
+        of a layer's experts at least."""
+        from .model.layout import Layout
         from .model.place import Place, Share
 
-        return Place(Share(0, self.group_size), Share(0, self.total))
+        layout = Layout.trivial(config, self.total, redundant) if redundant > 0 else None
+        return Place(Share(0, self.group_size), Share(0, self.total), layout)
 
 
-def conflicts(view: Any, config: V41Config) -> Iterator[str]:
-    """Numbers of ranks that cannot work, with the legal ones."""
+def conflicts(view: Any, config: V41Config, redundant: int) -> Iterator[str]:
+    """Numbers of ranks, and of redundant experts on them, that cannot work, with the legal ones."""
     from .model.place import PlaceError, check_place
 
     ranks = RankCounts.of(view)
@@ -60,9 +62,10 @@ def conflicts(view: Any, config: V41Config) -> Iterator[str]:
         legal = " or ".join(sorted({"1", str(ranks.total)}))
         yield f"--ep-size {view.ep_size}: experts are divided among all --tp-size {ranks.total} ranks; legal: {legal}"
     try:
-        check_place(config, ranks.group_size, ranks.total)
+        check_place(config, ranks.group_size, ranks.total, redundant)
     except PlaceError as error:
         given = f"--tp-size {ranks.total}" + (f" --attn-dp-size {ranks.groups}" if ranks.groups > 1 else "")
+        given += f" --ep-num-redundant-experts {redundant}" if redundant else ""
         yield from (f"{given}: {problem}" for problem in error.problems)
 
 

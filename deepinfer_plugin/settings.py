@@ -62,6 +62,12 @@ def _mebibytes(text: str) -> int:
     return int(text)
 
 
+def _kibibytes(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise _Illegal("a positive number of KiB")
+    return int(text)
+
+
 def _seconds(text: str) -> int:
     if not text.isdecimal():
         raise _Illegal("a number of seconds, 0 or more")
@@ -131,6 +137,20 @@ class Settings:
         "How long a rank waits for another one before it ends the server; 0: for ever.",
         "SECONDS",
     )
+    expert_chunk_kib: int = _switch(
+        4096,
+        _kibibytes,
+        "What a rank sends, and receives, between two forwards at most while experts are rebalanced (--enable-eplb).",
+        "KIB",
+    )
+    expert_layout: str | None = _switch(
+        None,
+        str,
+        "Where a balancer keeps which experts lie where, for the next start; without it a file in the cache folder.",
+        "FILE",
+    )
+    # For tests: every decision moves experts at random, whatever it costs.
+    shuffle_experts: bool = _switch(False, _flag, "Move experts at random.", on_command_line=False)
     debug: bool = _switch(False, _flag, "Check on every forward that each state row holds the position it should.")
     # Hooks go in before the command line is read, so this one is a variable only.
     disable_hooks: frozenset[str] = _switch(

@@ -19,6 +19,11 @@ from deepinfer_plugin.settings import Settings, SettingsError
 
 from .probes import ask
 
+
+def _compact(value):
+    return json.dumps(value, separators=(",", ":"))
+
+
 # Command line -> words that its refusal must say.
 REFUSALS = [
     ("--tokenizer-worker-num 2", ["--tokenizer-worker-num 2", "do not load plugins"]),
@@ -35,6 +40,34 @@ REFUSALS = [
     ("--tp-size 4 --attn-dp-size 2 --ep-size 2", ["--ep-size 2: experts are divided among all", "legal: 1 or 4"]),
     ("--tp-size 2 --attn-dp-size 2 --chunked-prefill-size 256", ["least legal value is 512"]),
     ("--attn-cp-size 2 --tp-size 2", ["--attn-cp-size 2", "not there yet"]),
+    ("--enable-eplb", ["--enable-eplb: one rank holds all experts", "legal with --tp-size 2 or more"]),
+    ("--ep-num-redundant-experts 4", ["--ep-num-redundant-experts 4: 4 redundant experts on 1 ranks; legal: 0 to 0"]),
+    ("--tp-size 2 --ep-num-redundant-experts 9", ["--ep-num-redundant-experts 9: 9 redundant", "legal: 0 to 8"]),
+    ("--tp-size 2 --ep-num-redundant-experts -2", ["--ep-num-redundant-experts -2: -2 redundant", "legal: 0 to 8"]),
+    ("--tp-size 2 --enable-eplb --eplb-rebalance-num-iterations 0", ["--eplb-rebalance-num-iterations 0", "1 or more"]),
+    ("--tp-size 2 --enable-eplb --eplb-algorithm deepseek", ["--eplb-algorithm deepseek", "legal: auto, deepinfer"]),
+    ("--eplb-rebalance-layers-per-chunk 4", ["--eplb-rebalance-layers-per-chunk 4", "--deepinfer-expert-chunk-kib"]),
+    ("--ep-dispatch-algorithm lp", ["--ep-dispatch-algorithm lp", "own counts"]),
+    ("--expert-distribution-recorder-mode stat", ["--expert-distribution-recorder-mode stat", "deepinfer_eplb_"]),
+    ("--deepinfer-expert-chunk-kib 0", ["--deepinfer-expert-chunk-kib='0'", "KiB"]),
+    ("--init-expert-location nowhere.json", ["--init-expert-location: one rank holds all experts"]),
+    ("--tp-size 2 --init-expert-location nowhere.json", ["--init-expert-location: nowhere.json", "No such file"]),
+    *(
+        (
+            f"--tp-size 2 --ep-num-redundant-experts 2 --init-expert-location {_compact(given)}",
+            words,
+        )
+        for given, words in (
+            ({"target": [[0] * 18] * 3}, ["target experts: 3 layers; legal:"]),
+            ({"physical_to_logical_map": [[*range(1, 16), 1, 2, 3]] * 10}, ["layer 0: expert 0 is in no slot"]),
+            ({"target": [[*range(16)]] * 10}, ["16 slots a layer; legal: 18, with --ep-num-redundant-experts 2"]),
+            (
+                {"logical_count": [[0] * 16] * 10},
+                ["logical_count; legal: physical_to_logical_map, or target and draft"],
+            ),
+            ({"target": [[1], [1, 2]]}, ["layers of several lengths"]),
+        )
+    ),
     ("--enable-hisparse", ["--enable-hisparse"]),
     ("--enable-two-batch-overlap", ["--enable-two-batch-overlap"]),
     ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype fp8_e4m3", "part of the model"]),
@@ -131,6 +164,9 @@ ACCEPTED = [
     "--tp-size 2 --ep-size 2 --deepinfer-check-ranks --deepinfer-rank-patience-s 0",
     "--tp-size 2 --dp-size 2 --enable-dp-attention",
     "--tp-size 4 --attn-dp-size 2 --ep-size 4 --chunked-prefill-size 512",
+    "--tp-size 2 --enable-eplb --eplb-algorithm deepinfer --eplb-rebalance-num-iterations 20",
+    "--tp-size 3 --attn-dp-size 3 --chunked-prefill-size 768 --ep-num-redundant-experts 1",
+    f"--tp-size 2 --init-expert-location {_compact({'target': [[*range(15, -1, -1)]] * 10})}",
 ]
 
 
@@ -199,6 +235,7 @@ def answers(tiny, broken):
         "no speculation": ("resolved", {"argv": argv("--deepinfer-speculation off")}),
         "speculation by SGLang's flag": ("resolved", {"argv": argv("--speculative-algorithm DEEPINFER_DSPARK")}),
         "ranks": ("resolved", {"argv": argv("--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 4")}),
+        "balanced": ("resolved", {"argv": argv("--tp-size 2 --enable-eplb --ep-num-redundant-experts 2")}),
         "exact": ("resolved", {"argv": argv("--deepinfer-exact-prefix --deepinfer-profile float32")}),
         "variables": (
             "resolved",
@@ -291,6 +328,14 @@ def test_several_attention_groups(answers):
     assert arguments["max_running_requests"] == alone["max_running_requests"], "of all groups"
     assert arguments["max_total_tokens"] == alone["max_total_tokens"] / 2, "of a rank"
     assert found["in_child"]
+
+
+def test_experts_are_balanced_by_us(answers):
+    """For SGLang there is nothing to balance, so neither its manager nor its recorder starts."""
+    arguments = answers["balanced"]["arguments"]
+    assert (arguments["enable_eplb"], arguments["ep_num_redundant_experts"]) == (False, 0)
+    assert arguments["expert_distribution_recorder_mode"] is None and arguments["init_expert_location"] == "trivial"
+    assert answers["balanced"]["in_child"]
 
 
 def test_exact_mode(answers):

@@ -167,3 +167,21 @@ def test_ranks_that_do_not_divide_the_model(deepinfer, tiny):
     assert code == 2 and "4 attention heads do not divide among 3 ranks of attention; legal: 1, 2" in complaint
     code, _, complaint = deepinfer("plan", tiny, "--memory-gib", 1, "--ranks", 4, "--groups", 3)
     assert code == 2 and "--groups 3" in complaint
+
+
+def test_replicas_and_what_moves_experts_take_memory(deepinfer, tiny):
+    def weights(*arguments):
+        code, out, complaint = deepinfer("plan", tiny, "--memory-gib", 1, "--json", *arguments)
+        assert code == 0, complaint
+        return json.loads(out)["weight_bytes"]
+
+    config = V41Config.load(tiny)
+    values = 3 * config.hidden_size * config.expert_dim
+    expert = values // 2 + values // 32
+    plain = weights("--ranks", 2)
+    slots = 2 * (config.num_layers + config.draft_stages)  # of a rank: two of four replicas in every layer
+    assert weights("--ranks", 2, "--redundant", 4) == plain + slots * expert
+    counts = 4 * 100 * (config.num_layers * config.experts + config.draft_stages * config.dspark.experts)
+    assert weights("--ranks", 2, "--enable-eplb") == plain + 4 * expert + counts
+    code, _, complaint = deepinfer("plan", tiny, "--memory-gib", 1, "--ranks", 2, "--ep-num-redundant-experts", 9)
+    assert code == 2 and "9 redundant experts on 2 ranks; legal: 0 to 8" in complaint

@@ -1,5 +1,6 @@
 """How ranks share a machine."""
 
+from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.ranks import BINDING, SAME_MEMORY, RankCounts, core_parts, share_machine
 
 
@@ -19,7 +20,7 @@ def test_binding_is_set_for_several_ranks_and_never_replaced():
     assert found == {BINDING: "0|1,2", SAME_MEMORY: "0"}
 
 
-def test_the_first_rank_is_the_largest():
-    place = RankCounts(4, 2).largest
+def test_the_first_rank_is_the_largest(tiny):
+    place = RankCounts(4, 2).largest(V41Config.load(tiny))
     assert (place.heads.of, place.experts.of) == (2, 4)
     assert len(place.experts.part(10)) == 3

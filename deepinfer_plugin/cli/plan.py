@@ -66,6 +66,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="attention groups among the ranks, each with requests of its own (default 1)",
     )
     parser.add_argument(
+        "--redundant",
+        "--ep-num-redundant-experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="replicas of experts in every layer, of the network and of the draft stages (default 0)",
+    )
+    parser.add_argument(
+        "--enable-eplb", action="store_true", dest="balanced", help="count what moving experts takes, with the weights"
+    )
+    parser.add_argument(
         "--memory-gib",
         type=_memory,
         metavar="X",
@@ -92,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from ..model.config import V41Config
     from ..model.place import check_place
     from ..ranks import RankCounts
-    from ..runtime.memory_plan import plan, token_extra
+    from ..runtime.memory_plan import balancing_bytes, plan, token_extra
     from ..settings import Settings
 
     on_cpu, memory = (False, args.memory) if args.memory is not None else _this_machine()
@@ -104,8 +115,11 @@ def run(args: argparse.Namespace) -> int:
         if args.groups < 1 or args.ranks < 1 or args.ranks % args.groups:
             raise ValueError(f"--groups {args.groups}: it must divide --ranks {args.ranks}")
         ranks = RankCounts(args.ranks, args.groups)
-        check_place(config, ranks.group_size, ranks.total)
-        weight_bytes = Checkpoint.open(args.dir, config).part(ranks.largest, config).nbytes
+        check_place(config, ranks.group_size, ranks.total, args.redundant)
+        place = ranks.largest(config, args.redundant)
+        weight_bytes = Checkpoint.open(args.dir, config).part(place, config).nbytes
+        if args.balanced:
+            weight_bytes += balancing_bytes(config)
         running = running // ranks.groups or min(running, 1)  # of one group
         if on_cpu:
             memory //= ranks.total

@@ -12,16 +12,18 @@ import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
 from deepinfer_plugin.kernels.ascend import dispatch
+from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.dispatched import Dispatched
 from deepinfer_plugin.model.parallel import Alone, Parallel, Ranks, Single
 from deepinfer_plugin.model.torch_group import TorchGroup
+from deepinfer_plugin.runtime.balancing import layout_of_server
 from deepinfer_plugin.runtime.watchdog import Board, Watchdog, end_server
 from deepinfer_plugin.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
-def parallel_of_server(settings: Settings) -> Parallel:
+def parallel_of_server(settings: Settings, config: V41Config) -> Parallel:
     """The ranks of the server this process belongs to; from here on they watch each other.
 
     SGLang numbers its tensor-parallel ranks attention group by attention group, which is our order. Tensors go through
@@ -47,7 +49,13 @@ def parallel_of_server(settings: Settings) -> Parallel:
         own.size,
         world.size,
     )
-    return Ranks(own, world, check=settings.check_ranks, exchange=exchange_of(everyone.device_group))
+    return Ranks(
+        own,
+        world,
+        layout=layout_of_server(settings, config, world),
+        check=settings.check_ranks,
+        exchange=exchange_of(everyone.device_group),
+    )
 
 
 def exchange_of(group: Any) -> partial[Dispatched] | None:

@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_model, get_parallel
 from torch import Tensor, nn
 
+from deepinfer_plugin.eplb.balancer import Balancer
 from deepinfer_plugin.kernels import select
 from deepinfer_plugin.model.engram_table import EngramTable
 from deepinfer_plugin.model.network import Network
@@ -19,6 +20,7 @@ from deepinfer_plugin.model.profiles import profile_named
 from deepinfer_plugin.model.rows import Rows
 from deepinfer_plugin.model.weights import Checkpoint, load_into
 from deepinfer_plugin.model_impl import config_of
+from deepinfer_plugin.runtime.balancing import balancer_of_server
 from deepinfer_plugin.runtime.checks import check_stream_mix, check_window
 from deepinfer_plugin.runtime.parallel import parallel_of_server
 from deepinfer_plugin.runtime.threads import compute_threads
@@ -46,7 +48,8 @@ class DeepInferForCausalLM(nn.Module):
         self.checkpoint: Checkpoint | None = Checkpoint.open(path, v41)
         self.debug = settings.debug
         ops = select(device.type, settings.provider, dict(settings.ops), profile=settings.profile)
-        self.parallel = parallel_of_server(settings)
+        self.parallel = parallel_of_server(settings, v41)
+        self.balancer: Balancer | None = None
         table = EngramTable.load(path, v41)
         self.network = Network(v41, ops, profile_named(settings.profile), table, self.parallel)
         self.lm_head = Head(self.network)
@@ -64,11 +67,14 @@ class DeepInferForCausalLM(nn.Module):
         self.checkpoint = None
         self.network.prepare()
         check_stream_mix(self.network)
+        self.balancer = balancer_of_server(self.network, Settings.current())
 
     @torch.no_grad()  # not inference_mode: SGLang's sampler divides the logits in place, outside of it
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> LogitsProcessorOutput:
         """Next-token logits float32, and what else the batch asks of SGLang's LogitsProcessor (prompt logprobs,
         hidden states)."""
+        if self.balancer is not None:  # not before: while the server starts, forwards are of made-up rows
+            self.balancer.start()
         backend: Any = get_attn_backend()
         rows, pool = backend.forward_metadata, backend.token_to_kv_pool
         if rows is None:

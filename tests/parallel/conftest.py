@@ -11,10 +11,21 @@ from tests.server.serving import TRAINED, Servers, Variant
 
 CHECKED = ("--max-running-requests", "8", "--deepinfer-check-ranks")
 TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
+RESTLESS = (
+    "--enable-eplb",
+    "--ep-num-redundant-experts",
+    "4",
+    "--eplb-rebalance-num-iterations",
+    "20",
+    "--enable-metrics",
+)
 
 FORMS = {
     "TP2": Variant(128, 512, replay=True, flags=(*CHECKED, "--tp-size", "2"), slots=8),
-    "DP2xEP2": Variant(128, 512, replay=True, flags=(*CHECKED, *TWO_GROUPS), slots=8),
+    # With experts that never rest: every 20 steps some move, at random.
+    "DP2xEP2": Variant(
+        128, 512, replay=True, flags=(*CHECKED, *TWO_GROUPS, *RESTLESS), env={"DEEPINFER_SHUFFLE_EXPERTS": "1"}, slots=8
+    ),
     "DP2xEP2, no speculation": Variant(
         128, 512, replay=True, flags=(*CHECKED, *TWO_GROUPS, "--deepinfer-speculation", "off"), slots=8
     ),

@@ -8,10 +8,14 @@ import time
 
 import psutil
 import pytest
+import requests
 import torch
 from heldout import HeldOut, chat_prompts, code_prompts
 
+from deepinfer_plugin.eplb import layout_file
 from deepinfer_plugin.model import V41
+from deepinfer_plugin.model.config import V41Config
+from deepinfer_plugin.model.layout import Layout
 from tests.server.reference import same
 from tests.server.serving import TRAINED
 
@@ -137,6 +141,26 @@ def test_two_groups_that_divide_the_experts(form, expected):
 @on("DP2xEP2", "DP2xEP2, no speculation")
 def test_a_group_with_nothing_to_do_takes_part(form, expected):
     check(form, expected[1:3], at_once=1)
+
+
+@on("DP2xEP2")
+def test_experts_of_both_sets_have_moved_meanwhile(form, expected):
+    """The tests before this one, and this one, had their tokens while experts moved between the ranks."""
+    check(form, expected[:4], at_once=4)
+
+    def metric(name, experts):
+        exposed = requests.get(f"{form.server.url}/metrics", timeout=10).text
+        found = re.search(rf'^deepinfer_eplb_{name}{{[^}}]*experts="{experts}"[^}}]*}} (\S+)$', exposed, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    for experts in ("target", "draft"):
+        assert metric("rebalances_total", experts) >= 2
+        assert metric("moved_bytes_total", experts) >= 52224 * metric("rebalances_total", experts)
+        assert 0 < metric("balance", experts) <= 1 and metric("stall_seconds_sum", experts) > 0
+    config = V41Config.load(TRAINED)
+    (kept,) = form.server.log.parent.glob("deepinfer_plugin/experts_*.json")
+    layout, trivial = layout_file.read(kept, config, 2, 4), Layout.trivial(config, 2, 4)
+    assert (layout.target != trivial.target).any() and (layout.draft != trivial.draft).any()
 
 
 @on("DP2xEP2")
