@@ -60,8 +60,8 @@ class ExpertMap:
             table, shares = np.full((self.experts, most), -1, dtype=np.int64), np.zeros((self.experts, most))
             table[experts, which] = slots
             shares[experts, which] = self.weights[layer, slots // self.slots]
-            self.replicas[layer].copy_(torch.from_numpy(table))
-            self.shares[layer].copy_(torch.from_numpy(shares / shares.sum(1, keepdims=True)))
+            _copy(self.replicas[layer], table)
+            _copy(self.shares[layer], shares / shares.sum(1, keepdims=True))
 
     def assign(self, layer: int, ids: Tensor) -> Tensor:
         """int64 [T, k] slots that compute expert ids int64 [T, k], which are those of all rows on all ranks."""
@@ -83,6 +83,12 @@ class ExpertMap:
         nth[order] = torch.arange(flat.shape[0], device=flat.device) - begins[flat[order]]
         replica = (nth[:, None] >= ends[flat]).sum(1)
         return replicas[flat, replica].view(ids.shape)
+
+
+def _copy(into: Tensor, values: NDArray[np.generic]) -> None:
+    """Without waiting for the device, which a copy from memory that is not pinned does."""
+    host = torch.from_numpy(values)
+    into.copy_(host.pin_memory() if torch.accelerator.is_available() else host, non_blocking=True)
 
 
 def quotas(shares: Tensor, there: Tensor, counts: Tensor) -> Tensor:

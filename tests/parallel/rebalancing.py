@@ -61,7 +61,7 @@ WAYS = {
     "4 ranks, no spare slot, chunks smaller than an expert": Way(4, 2, 0, 40_000, drafting=False),
     "4 ranks, skewed": Way(4, 2, 4, 1 << 20, drafting=False, skewed=True),
 }
-STEPS, INTERVAL = 24, 12
+STEPS, INTERVAL = 18, 8
 
 
 @dataclass

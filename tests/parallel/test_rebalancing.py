@@ -56,7 +56,7 @@ def test_experts_did_move_on_all_ranks_alike(name, followed):
                 assert (here == there).all(), f"rank {rank}, {set_}, step {step}"
                 assert (here >= 0).all() and len(np.unique(here[0])) == here.max() + 1
     changes = sum((a != b).any() for placements in first.placements.values() for a, b in pairwise(placements))
-    assert changes >= 5, "in several steps, while tokens were decoded"
+    assert changes >= 3, "in several steps, while tokens were decoded"
 
 
 def test_the_drafters_map_is_its_own(followed):
