@@ -61,8 +61,9 @@ class ExpertArguments:
 
 
 def conflicts(given: ExpertArguments, ranks: RankCounts, config: V41Config, settings: Settings) -> Iterator[str]:
-    """What cannot work, by name. How many replicas there may be is ``check_place``'s business."""
+    """What cannot work, by name. How many replicas there may be is ``ranks.conflicts``'s business."""
     from .model.layout import LayoutError
+    from .model.place import PlaceError, check_place
 
     if ranks.total == 1 and not given.as_usual:
         flags = {"--enable-eplb": given.balanced, "--init-expert-location": given.location != TRIVIAL}
@@ -77,7 +78,10 @@ def conflicts(given: ExpertArguments, ranks: RankCounts, config: V41Config, sett
     if given.location == TRIVIAL and not given.balanced:
         return
     try:
+        check_place(config, 1, ranks.total, given.redundant)
         given.layout(config, ranks.total, settings)
+    except PlaceError:
+        return  # ``ranks.conflicts`` says it
     except LayoutError as error:
         flag = "--init-expert-location" if given.location != TRIVIAL else "--deepinfer-expert-layout"
         yield from (f"{flag}: {problem}" for problem in error.problems)

@@ -40,6 +40,8 @@ class RankCounts:
         from .model.layout import Layout
         from .model.place import Place, Share
 
+        # Asked before the number of replicas is checked: an absurd one must not fill the memory.
+        redundant = min(redundant, config.experts * self.total)
         layout = Layout.trivial(config, self.total, redundant) if redundant > 0 else None
         return Place(Share(0, self.group_size), Share(0, self.total), layout)
 

@@ -43,6 +43,7 @@ REFUSALS = [
     ("--enable-eplb", ["--enable-eplb: one rank holds all experts", "legal with --tp-size 2 or more"]),
     ("--ep-num-redundant-experts 4", ["--ep-num-redundant-experts 4: 4 redundant experts on 1 ranks; legal: 0 to 0"]),
     ("--tp-size 2 --ep-num-redundant-experts 9", ["--ep-num-redundant-experts 9: 9 redundant", "legal: 0 to 8"]),
+    ("--tp-size 2 --enable-eplb --ep-num-redundant-experts 999999999999", ["999999999999 redundant", "legal: 0 to 8"]),
     ("--tp-size 2 --ep-num-redundant-experts -2", ["--ep-num-redundant-experts -2: -2 redundant", "legal: 0 to 8"]),
     ("--tp-size 2 --enable-eplb --eplb-rebalance-num-iterations 0", ["--eplb-rebalance-num-iterations 0", "1 or more"]),
     ("--tp-size 2 --enable-eplb --eplb-algorithm deepseek", ["--eplb-algorithm deepseek", "legal: auto, deepinfer"]),

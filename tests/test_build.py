@@ -67,6 +67,11 @@ def test_longer_contexts_need_more(deepinfer, compiled, tiny):
     assert few < set(compiled.sources)
 
 
+def test_replicas_are_experts_of_a_rank(deepinfer, compiled):
+    assert deepinfer("build", "--ranks", "8", "--redundant", "10", *SMALL)[0] == 0
+    assert {(d["EXPERTS"], d["TOPK"]) for d in defines(compiled, "experts.cu")} == {(50, 1), (18, 1)}
+
+
 def test_a_checkpoint(deepinfer, tiny, compiled):
     assert deepinfer("build", tiny, *SMALL)[0] == 0
     config = V41Config.load(tiny)
@@ -79,6 +84,8 @@ def test_a_checkpoint(deepinfer, tiny, compiled):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
+        (("--ranks", "8", "--redundant", "897"), "897 redundant experts on 8 ranks; legal: 0 to 896"),
+        (("--redundant", "1"), "1 redundant experts on 1 ranks; legal: 0 to 0"),
         (("--ranks", "7"), "384 experts do not divide among 7 ranks; legal: 1, 2, 3, 4, 6, 8"),
         (("--ranks", "0"), "--ranks 0 is not supported; legal: a divisor of 384 experts"),
         (("--max-running-requests", "0"), "0 is not supported; legal: a positive number"),

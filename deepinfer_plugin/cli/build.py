@@ -31,6 +31,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks that share the experts (default 1)")
     parser.add_argument(
+        "--redundant", type=int, default=0, metavar="N", help="replicas of experts in every layer (default 0)"
+    )
+    parser.add_argument(
         "--max-running-requests",
         type=_positive,
         default=RUNNING_REQUESTS,
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     try:
         with ahead.compiling() as kernels:
-            network = _network(_config(args.dir), args.ranks, args.profile)
+            network = _network(_config(args.dir), args.ranks, args.redundant, args.profile)
             print(f"compiling for {jit.ARCH}; a new kernel takes seconds, some of them a minute", flush=True)
             _steps(network, args)
     except (jit.CompileError, ImportError, RuntimeError, ValueError) as error:
@@ -80,17 +83,18 @@ def _config(path: Path | None) -> V41Config:
     return V41Config.from_dict(RELEASED) if path is None else V41Config.load(path)
 
 
-def _network(config: V41Config, ranks: int, profile: str) -> Network:
+def _network(config: V41Config, ranks: int, redundant: int, profile: str) -> Network:
     """Without memory, laid out for the cuda provider.
 
     Raises:
-        ValueError: ranks among which the experts do not divide, or an unknown profile.
+        ValueError: ranks among which the experts and their replicas do not divide, or an unknown profile.
     """
     import torch
 
     from ..kernels.cuda import ahead
     from ..model.engram_table import EngramTable
     from ..model.network import Network
+    from ..model.place import check_place
     from ..model.profiles import profile_named
 
     rounding, table = profile_named(profile), None
@@ -98,6 +102,7 @@ def _network(config: V41Config, ranks: int, profile: str) -> Network:
         raise ValueError("--profile float32 is for debugging and runs the reference in part; legal: model, deepinfer")
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} is not supported; legal: a divisor of {config.experts} experts")
+    check_place(config, 1, ranks, redundant)
     with torch.device("meta"):
         if (engram := config.engram) is not None:
             layers, sizes = len(engram.layers), engram.max_ngram - 1
@@ -112,14 +117,17 @@ def _network(config: V41Config, ranks: int, profile: str) -> Network:
                 primes=numbers(layers, sizes, engram.heads),
                 offsets=numbers(layers, sizes * engram.heads),
             )
-        network = Network(config, ahead.ops(), rounding, table, _parallel(ranks) if ranks > 1 else None)
+        network = Network(
+            config, ahead.ops(), rounding, table, _parallel(config, ranks, redundant) if ranks > 1 else None
+        )
         network.prepare()
     return network
 
 
-def _parallel(ranks: int) -> Any:
+def _parallel(config: V41Config, ranks: int, redundant: int) -> Any:
     """One of several ranks that divide the experts, as far as kernels can tell: where expert outputs travel, a rank's
     experts are asked for pairs of a token and one choice."""
+    from ..model.layout import Layout
     from ..model.parallel import ExpertSum, Here, Single
     from ..model.place import Place, Share
 
@@ -128,7 +136,7 @@ def _parallel(ranks: int) -> Any:
             return experts(x, weights[:, :1], ids[:, :1])
 
     class One(Single):
-        place = Place(Share(), Share(0, ranks))
+        place = Place(Share(), Share(0, ranks), Layout.trivial(config, ranks, redundant))
 
         def begin(self, rows: Rows) -> Here:
             return Pairs(rows.count)
