@@ -37,6 +37,8 @@ import torch
 from numpy.typing import NDArray
 
 from deepinfer_plugin.eplb import policy
+from deepinfer_plugin.eplb.balancer import CHUNK_BYTES, LINK, STEP_S
+from deepinfer_plugin.eplb.decide import Placed, Request, decide
 from deepinfer_plugin.eplb.policy import Split, lp_bound
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,6 +195,7 @@ class Case:
     ours_even: float  # ... evenly, which it is not made for
     for_even: float  # another placement of ours, made for an even split and split so: --eplb-algorithm deepinfer
     for_even_bytes: int
+    served: float  # what the server's balancer makes of ``old`` (eplb/decide.py): fixed weights, if it moves at all
     current: float  # what not moving would have given
     sample: float  # ours on the sample of the bound
     bound: float | None
@@ -239,6 +242,20 @@ def bounds(counts: Counts, placement: Placement, ranks: int) -> NDArray[np.float
         [lp_bound(tokens, placed, ranks) for tokens, placed in zip(step, placement, strict=True)] for step in counts
     ]
     return np.array(least) / (counts.sum(axis=2) / ranks)
+
+
+def served(seen: Counts, then: Counts, placement: Placement, ranks: int) -> float:
+    """Imbalance of the steps ``then`` if the server's balancer has decided on the steps ``seen`` before, with its own
+    interval, chunk and link."""
+    placed = Placed(placement, np.ones((len(placement), ranks)))
+    calls = -(-EXPERT_BYTES // CHUNK_BYTES) + 1
+    found = decide(Request(seen, placed, None, 1000, STEP_S, CHUNK_BYTES / LINK, calls))
+    if found.weights is not None:
+        moved = placement.copy()
+        for move in (move for moves in found.rounds for move in moves):
+            moved[move.layer, move.slot] = move.expert
+        placed = Placed(moved, found.weights)
+    return float((placed.peak(then) / (then.sum(axis=(0, 2)) / ranks)).mean())
 
 
 def moved_bytes(new: Placement, old: Placement, ranks: int) -> int:
@@ -290,6 +307,7 @@ def measure(trace: str, counts: Counts, ranks: int, spare: int) -> Case:
         float(peaks(third, new, ranks, "even").mean()),
         float(peaks(third, even, ranks, "even").mean()),
         moved_bytes(even, even_old, ranks),
+        served(second, third, old, ranks),
         float(peaks(third, old, ranks, "own").mean()),
         float(own[np.ix_(steps, layers)].mean()),
         float(bounds(some, new[layers], ranks).mean()) if scipy else None,
@@ -336,7 +354,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if importlib.util.find_spec("scipy") is None:
         print("scipy is not installed: no bound, no published + LP")
-    names = ("DeepInfer", "deepseek", "ds_vec", "best+LP", "for even", "even", "ours", "earlier", "bound")
+    names = ("DeepInfer", "deepseek", "ds_vec", "best+LP", "for even", "served", "even", "ours", "earlier", "bound")
     print(
         f"{'trace':>8} ranks spare | "
         + " ".join(f"{name:>9}" for name in names)
@@ -345,7 +363,7 @@ def main() -> None:
     found = []
     for case in cases(arguments.quick):
         found.append(case)
-        ours = case.for_even, case.ours_even, case.ours, case.ours_earlier, case.bound
+        ours = case.for_even, case.served, case.ours_even, case.ours, case.ours_earlier, case.bound
         columns = [*case.published.values(), case.published_lp, *ours]
         print(
             f"{case.trace:>8} {case.ranks:>5} {case.redundant:>5} | "

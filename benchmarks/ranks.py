@@ -3,8 +3,9 @@
     python benchmarks/ranks.py [--forms NAME,...] [--json FILE]
 
 For each parallel form, with speculation and without: a server on this machine's CPU, held-out code and chat prompts at
-once and one at a time, greedy. ``tokens_equal``: every answer is the library's on one rank. Seconds are printed for the
-record; with several ranks on two cores they say little about anything else.
+once and one at a time, greedy. ``tokens_equal``: every answer is the library's on one rank. In the form whose name says
+so, experts move at random every 20 steps. Seconds are printed for the record; with several ranks on two cores they say
+little about anything else. ``stall_ratio``: how much longer a step takes while experts move (``rebalancing.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import rebalancing
 import requests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,11 +32,13 @@ from deepinfer_plugin.model import V41  # noqa: E402
 
 CHECKPOINT = ROOT / "examples" / "train_tiny" / "checkpoint"
 GROUPS = ("--dp-size", "2", "--enable-dp-attention")
+RESTLESS = ("--enable-eplb", "--ep-num-redundant-experts", "4", "--eplb-rebalance-num-iterations", "20")
 FORMS = {
     "TP2": ("--tp-size", "2"),
     "TP2xEP2": ("--tp-size", "2", "--ep-size", "2"),
     "DP2xEP2": ("--tp-size", "2", *GROUPS, "--ep-size", "2"),
     "DP2xTP2xEP4": ("--tp-size", "4", *GROUPS, "--ep-size", "4"),
+    "DP2xTP2xEP4 restless": ("--tp-size", "4", *GROUPS, "--ep-size", "4", *RESTLESS),
 }
 SPECULATION = {"speculation": "auto", "no speculation": "off"}
 EACH, NEW = 4, 48  # prompts of each kind, most tokens of an answer
@@ -62,9 +66,11 @@ def main() -> int:
             found[what] = equal
             verdict = "equal" if equal else "DIFFERENT"
             print(f"{what:28} {verdict}, ready in {ready:.0f} s, {seconds:.0f} s to answer", flush=True)
+    stall = rebalancing.measure()
+    print(f"a step takes up to {stall['stall_ratio']:.2f} times the median while experts move", flush=True)
     if args.json:
-        tokens = sum(map(len, right))
-        args.json.write_text(json.dumps({"tokens_equal": found, "prompts": len(prompts), "tokens": tokens}, indent=1))
+        counts = {"prompts": len(prompts), "tokens": sum(map(len, right))}
+        args.json.write_text(json.dumps({"tokens_equal": found, **counts, **stall}, indent=1))
     return 0 if all(found.values()) else 1
 
 
@@ -72,7 +78,7 @@ def serve(flags: tuple[str, ...], prompts: list[list[int]], right: list[list[int
     """Whether the server's answers are right, all at once and one at a time; seconds to start, and to answer."""
     with tempfile.TemporaryDirectory() as folder:
         checks = ("--max-running-requests", "8", "--deepinfer-check-ranks")
-        env = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder}
+        env = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder, "DEEPINFER_SHUFFLE_EXPERTS": "1"}
         with LocalServer(CHECKPOINT, *flags, *checks, log=Path(folder) / "log", env=env) as server:
 
             def ask(prompt: list[int]) -> list[int]:
