@@ -43,10 +43,11 @@ class Dispatched(Travelling):
         step = self.courier.rows(x.shape[1] + TAIL, x.dtype)
         if not step:
             return super().routed(experts, x, weights, ids)
+        # Of all rows: a balancer must see the same numbers on every rank.
+        slots = experts.assign(self.everywhere(ids))[self.mine.start : self.mine.stop].flatten()
         x, weights, ids = self.own(x), self.own(weights), self.own(ids)
         choices = ids.shape[1]
-        each = -(-experts.total // self.ranks.experts.size)
-        holders, local = (ids // each).flatten(), (ids % each).flatten()
+        holders, local = slots // experts.slots, slots % experts.slots
         pairs = [choices * (after - before) for before, after in pairwise(self.bounds)]  # of each rank
         made = [x.new_empty(0, x.shape[1])]
         for first in range(0, max(pairs), step):

@@ -70,6 +70,7 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         linear.prepare_linear,
         linear.linear,
         experts.prepare_experts,
+        experts.replace_expert,
         experts.moe_experts,
         index.index_scores,
         attention.sparse_attention,

@@ -36,6 +36,13 @@ def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts
     return Experts(operand(w13, s13), operand(w2, s2), reference.moe.prepare_experts(w13, s13, w2, s2))
 
 
+def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    for (values, scales), packed, scale in ((experts.gate_up, w13, s13), (experts.down, w2, s2)):
+        values[slot].copy_(packed.view(torch.int8))
+        scales[slot].copy_(pack_scales(scale, packed.shape[0]))
+    reference.moe.replace_expert(experts.wide, slot, w13, s13, w2, s2)
+
+
 @dataclass(frozen=True)
 class Route:
     """``source`` int64 [M]: the (token, choice) pair of each row, -1 for padding. ``ends`` int32 [E]: one past the last

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from deepinfer_plugin.kernels import Ops
 from deepinfer_plugin.kernels.ascend import dispatch
 from deepinfer_plugin.model.dispatched import TAIL, Dispatched
+from deepinfer_plugin.model.expert_map import ExpertMap
 from deepinfer_plugin.model.parallel import Alone, Here, Ranks
 
 from ..kernels.cases import Random
@@ -20,14 +22,22 @@ WORLD, EXPERTS, TOPK, H, INNER = 4, 16, 3, 1024, 32
 BUFFER = 1 << 20
 
 
+ONCE = np.arange(EXPERTS)[None]  # where experts lie: each in one slot, in order
+SPARE = np.array([[*range(4), 4, *range(4, 8), 0, *range(8, 12), 3, *range(12, 16), 0]])  # four of them twice or thrice
+
+
 class Part:
-    """The experts of one rank of ``WORLD``, or all of them."""
+    """The experts in the slots of one rank of ``WORLD``, or all of them."""
 
-    total = EXPERTS
+    def __init__(self, ops: Ops, weights, rank: int | None, placement=ONCE):
+        self.map = ExpertMap(placement, EXPERTS, WORLD)
+        self.map.counts = torch.zeros(1, EXPERTS, dtype=torch.int64)
+        self.slots = self.map.slots
+        held = range(EXPERTS) if rank is None else placement[0].reshape(WORLD, -1)[rank].tolist()
+        self.ops, self.prepared = ops, ops.prepare_experts(*(w[list(held)].contiguous() for w in weights))
 
-    def __init__(self, ops: Ops, weights, rank: int | None):
-        held = slice(None) if rank is None else slice(rank * EXPERTS // WORLD, (rank + 1) * EXPERTS // WORLD)
-        self.ops, self.prepared = ops, ops.prepare_experts(*(w[held].contiguous() for w in weights))
+    def assign(self, ids):
+        return self.map.assign(0, ids)
 
     def __call__(self, x, weights, ids):
         return self.ops.moe_experts(x, weights, ids, self.prepared, 10.0)
@@ -47,7 +57,7 @@ def rows(count: int, seed: int, busy: bool, dtype: torch.dtype = torch.bfloat16)
     return r.normal(count, H), torch.rand(count, TOPK, generator=r.generator), ids
 
 
-def routed(ops, weights, counts, busy=False, dtype=torch.bfloat16):
+def routed(ops, weights, counts, busy=False, dtype=torch.bfloat16, placement=ONCE):
     """Each rank's own rows by the exchange and by one rank, for these rows of each attention group; calls made."""
     exchange.CALLS.clear()
     given = [rows(count, 10 + group, busy, dtype) for group, count in enumerate(counts)]
@@ -61,7 +71,10 @@ def routed(ops, weights, counts, busy=False, dtype=torch.bfloat16):
         ranks = Ranks(own, ThreadGroup(meeting, rank), exchange=partial(Dispatched, courier=courier))
         travelling = ranks.exchange(ranks, counts)
         x, w, ids = given[rank // size]
-        got = travelling.routed(Part(ops, weights, rank), x, w, ids)
+        part = Part(ops, weights, rank, placement)
+        got = travelling.routed(part, x, w, ids)
+        everybody = torch.bincount(torch.cat([ids.flatten() for _, _, ids in given]), minlength=EXPERTS)
+        assert torch.equal(part.map.counts[0], everybody), "what a balancer sees is the same on every rank"
         want = travelling.own(Here(x.shape[0]).routed(Part(ops, weights, None), x, w, ids))
         return got, want
 
@@ -79,6 +92,12 @@ def test_the_bits_are_those_of_one_rank(reference, weights, counts, busy):
         assert got.dtype == torch.float32 and torch.equal(got, want)
     most = max(-(-count * len(counts) // WORLD) for count in counts)
     assert calls == [34] * -(-most * TOPK // 34), "every rank makes the same calls of the same size"
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 23, 1], [0, 7], [9]], ids=["every rank its own", "pairs", "one group"])
+def test_replicas_share_the_rows(reference, weights, counts):
+    for got, want in routed(reference, weights, counts, placement=SPARE)[0]:
+        assert torch.equal(got, want)
 
 
 def test_no_rows_anywhere(reference, weights):

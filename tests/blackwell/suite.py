@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deepinfer_plugin.kernels import Ops, blackwell, cuda, identity, select
+from deepinfer_plugin.kernels import OP_NAMES, Ops, blackwell, cuda, identity, select
 from deepinfer_plugin.kernels.blackwell import attention, casts, experts
 from deepinfer_plugin.kernels.reference import formats
 
+from ..kernels import test_dense_ops
 from ..kernels.cases import Case, Random, Weights, make
 from ..kernels.test_contract import assert_close
 from . import documented
@@ -25,8 +26,7 @@ D = 512
 def ops() -> Iterator[Ops]:
     with documented.installed():
         table = blackwell.ops(torch.device("cpu"))
-        names = {name for name in table if not name.startswith("prepare_")}
-        yield Ops(torch.device("cpu"), dict.fromkeys(names, "blackwell"), {"blackwell": table})
+        yield Ops(torch.device("cpu"), dict.fromkeys(OP_NAMES, "blackwell"), {"blackwell": table})
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,10 @@ def test_one_busy_expert(ops, reference):
     case = make("moe_experts", torch.bfloat16, 40)
     case.args["ids"] = torch.tensor([[4, -1, -1]] * 40)
     check(case, ops, reference)
+
+
+def test_a_replaced_expert(ops):
+    test_dense_ops.test_a_replaced_expert_is_found_at_the_same_place(ops, torch.bfloat16)
 
 
 # ---- index scores ----------------------------------------------------------------------------------------------------
