@@ -58,6 +58,7 @@ REPORTING = ("table.py", "test_table.py", "hardware.py", "roofline.py")
 ALIASES = {
     "norm": "rms_norm",
     "norm q": "rms_norm",
+    "mix": "hc_mix",
     "collapse": "hc_collapse",
     "expand": "hc_expand",
     "rope index": "rope",

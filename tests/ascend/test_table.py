@@ -46,6 +46,7 @@ def test_an_op_without_an_answer_shows(monkeypatch):
         ("test_shapes_and_dtypes[linear 1280x5120-48]", {"linear"}),
         ("test_page_write[released-latent_write-latent_write-16]", {"latent_write"}),
         ("test_collapse[small]", {"hc_collapse"}),
+        ("test_lowers[mix-released]", {"hc_mix"}),
         ("test_lowers[row_write tail-small]", {"tail_write"}),
         ("test_memory_streams_and_events", set()),
     ],
