@@ -76,6 +76,17 @@ def e8m0_value(byte: Expr) -> Expr:
     return as_float(bits)
 
 
+@T.macro
+def bytes_to_words(values, words, first, count):
+    """Bytes 0..255, an int32 each, four to a word: ``count`` words from ``words[first]`` on, little end first."""
+    for w in T.Parallel(count):
+        word = T.alloc_var(T.int32)
+        word = 0
+        for i in T.serial(4):
+            word = T.bitwise_or(word, T.shift_left(values[w * 4 + i], 8 * i))
+        words[first + w] = word
+
+
 def e2m1(x: Expr) -> Expr:
     """4-bit code of a scaled float32; a midpoint belongs to the even code, beyond 6 saturates."""
     m = magnitude(x)

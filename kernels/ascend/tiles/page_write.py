@@ -49,12 +49,7 @@ def index_rows(X, V, S, page, group, keep, cores: int = 64, threads: int = 128):
                             value = T.cast(x[w * 8 + i], "float32") * bits.inverse(scale[w // 4])
                             word = T.bitwise_or(word, T.shift_left(bits.e2m1(value), 4 * i))
                         y[w] = word
-                    for w in T.Parallel(D // 128):
-                        word = T.alloc_var(T.int32)
-                        word = 0
-                        for i in T.serial(4):
-                            word = T.bitwise_or(word, T.shift_left(scale[w * 4 + i], 8 * i))
-                        packed[w] = word
+                    bits.bytes_to_words(scale, packed, 0, D // 128)
                 T.copy(y, V[page[r], group[r], :])
                 T.copy(packed, S[page[r], group[r], :])
 
@@ -97,12 +92,7 @@ def latent_rows(X, V, S, page, group, keep, cores: int = 64, threads: int = 128)
                             value = T.cast(x[w * 8 + i], "float32") / bits.e4m3_value(scale[w // 2])
                             word = T.bitwise_or(word, T.shift_left(bits.e2m1(value), 4 * i))
                         y[w] = word
-                    for w in T.Parallel(D // 64):
-                        word = T.alloc_var(T.int32)
-                        word = 0
-                        for i in T.serial(4):
-                            word = T.bitwise_or(word, T.shift_left(scale[w * 4 + i], 8 * i))
-                        packed[w] = word
+                    bits.bytes_to_words(scale, packed, 0, D // 64)
                 T.copy(y, V[page[r], group[r], :])
                 T.copy(packed, S[page[r], group[r], :])
 

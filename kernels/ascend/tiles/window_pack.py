@@ -38,12 +38,7 @@ def pack(X, Y, cores: int = 64, threads: int = 128):
                         value = T.cast(x[w * 4 + i], "float32") * bits.inverse(scale[w // 8])
                         word = T.bitwise_or(word, T.shift_left(bits.e4m3(value), 8 * i))
                     y[w] = word
-                for w in T.Parallel(D // 128):
-                    word = T.alloc_var(T.int32)
-                    word = 0
-                    for i in T.serial(4):
-                        word = T.bitwise_or(word, T.shift_left(scale[w * 4 + i], 8 * i))
-                    y[D // 4 + w] = word
+                bits.bytes_to_words(scale, y, D // 4, D // 128)
             T.copy(y, Y[r, :])
 
 
