@@ -36,7 +36,7 @@ def sparse_attention(
         return torch.empty_like(q)
     slots = window_slots(rows, ring, window_len, block_future)
     slots += 0 if selected is None else round_up(selected.shape[1])
-    # Gathering bytes takes an int64 address each.
+    # Gathering takes an int64 address a word, at worst a byte.
     step = max(1, CHUNK_BYTES // (slots * (12 * size + 12 * heads)))
     out = []
     for first in range(0, rows, step):

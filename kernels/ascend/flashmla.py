@@ -75,7 +75,7 @@ def sparse_attention(
         )
     slots = window_slots(rows, ring, window_len, block_future)
     chosen = 0 if selected is None else selected.shape[1]
-    # A gathered byte takes an int64 address.
+    # Gathering takes an int64 address a word, at worst a byte.
     step = max(1, CHUNK_BYTES // (9 * (slots * ring.shape[-1] + chosen * (size // 2 + size // 16))))
     out = torch.empty_like(q)
     for first in range(0, rows, step):

@@ -7,6 +7,8 @@ Nothing waits for the host: rows that are not kept repeat the write of a row tha
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -34,11 +36,22 @@ def inside(memory: Tensor, dims: int) -> Tensor:
     return at.flatten()
 
 
+def words(memory: Tensor) -> Tensor:
+    """A view of bytes as the widest integers that its rows consist of: an address is gathered for each."""
+    if memory.dtype != torch.uint8 or memory.stride(-1) != 1:
+        return memory
+    unit = gcd(memory.shape[-1], memory.storage_offset(), *memory.stride()[:-1])
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if unit % dtype.itemsize == 0:
+            return memory.view(dtype)
+    return memory
+
+
 def read(memory: Tensor, *ids: Tensor) -> Tensor:
     """``memory[ids]`` without a copy of the pool: [*ids.shape, *rest]. Ids must be in range."""
-    dims = memory.dim() - len(ids)
-    at = start(memory, *ids)[..., None] + inside(memory, dims)
-    return flat(memory).index_select(0, at.flatten()).view(*ids[0].shape, *memory.shape[-dims:])
+    dims, wide = memory.dim() - len(ids), words(memory)
+    at = start(wide, *ids)[..., None] + inside(wide, dims)
+    return flat(wide).index_select(0, at.flatten()).view(*ids[0].shape, *wide.shape[-dims:]).view(memory.dtype)
 
 
 def write(memory: Tensor, rows: Tensor, keep: Tensor, *ids: Tensor) -> None:
