@@ -4,8 +4,11 @@
 
 Both ranks decode the same prompt with divided experts; every 20 steps some move at random, one that leaves and one that
 arrives at a time, as in a server. The same run is repeated, and of each step the shortest time counts: what is left is
-what the step itself needs. ``stall_ratio``: the longest step while experts move over the median of those in which none
-does, of the slower rank. What to move is known before: a server works it out in another process.
+what the step itself needs. What to move is known before: a server works it out in another process.
+
+``stall_ratio``: the longest step while experts move over the median of those in which none does, of the slower rank.
+``resting_ratio``: the longest of these over the same median; what is above 1 in it is not the balancer's. ``..._cpu``:
+the same of processor time, of which waiting for the other rank and for other processes of the machine is no part.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ def migrations(config: V41Config, layout: Layout, count: int) -> list[Decision]:
     return found
 
 
-def decode(rank: int, steps: int) -> tuple[list[float], list[bool]]:
-    """Seconds of every step, and whether experts moved in it."""
+def decode(steps: int) -> list[tuple[float, float, bool]]:
+    """Of every step: seconds, seconds of the processor, and whether experts moved."""
     config = V41Config.load(CHECKPOINT)
     layout, world = Layout.trivial(config, RANKS, REDUNDANT), TorchGroup()
     model = V41.load(CHECKPOINT, parallel=Ranks(world, world, layout=layout))
@@ -76,16 +79,15 @@ def decode(rank: int, steps: int) -> tuple[list[float], list[bool]]:
     session = model.session(64 + steps)
     session.extend(list(range(100, 132)))
     balancer.start()
-    seconds, moving = [], []
+    found = []
     for _ in range(steps):
         token = session.next_token()
-        busy = balancer.sets["target"].mover.busy
+        moving = balancer.sets["target"].mover.busy
         dist.barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         session.extend([token])
-        seconds.append(time.perf_counter() - begin)
-        moving.append(busy)
-    return seconds, moving
+        found.append((time.perf_counter() - begin, time.process_time() - cpu, moving))
+    return found
 
 
 def work(rank: int, folder: str, steps: int, repeats: int) -> None:
@@ -94,7 +96,7 @@ def work(rank: int, folder: str, steps: int, repeats: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    found = [decode(rank, steps) for _ in range(repeats)]
+    found = [decode(steps) for _ in range(repeats)]
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -109,15 +111,22 @@ def measure(steps: int = 240, repeats: int = 5) -> dict[str, Any]:
             process.join()
         if any(process.exitcode for process in processes):
             raise RuntimeError(f"ranks ended with exit codes {[process.exitcode for process in processes]}")
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
-    ratios = []
-    for runs in found:
-        shortest = np.min([seconds for seconds, _ in runs], axis=0)
-        moving = np.array(runs[0][1])
-        longest, median = float(shortest[moving].max()), float(np.median(shortest[~moving]))
-        ratios.append((longest / median, longest, median, int(moving.sum())))
-    ratio, longest, median, moved = max(ratios)
-    return {"stall_ratio": ratio, "longest_s": longest, "median_s": median, "steps": steps, "steps_moving": moved}
+        found = np.array([json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)])
+    shortest, moving = found[..., :2].min(axis=1), found[0, 0, :, 2] > 0  # [ranks, steps, 2], [steps]
+    longest, median = shortest[:, moving].max(axis=1), np.median(shortest[:, ~moving], axis=1)
+    ratio, ratio_cpu = (longest / median).max(axis=0).tolist()
+    resting = (shortest[:, ~moving].max(axis=1) / median).max(axis=0).tolist()
+    slower = int((longest / median)[:, 0].argmax())
+    return {
+        "stall_ratio": ratio,
+        "stall_ratio_cpu": ratio_cpu,
+        "resting_ratio": resting[0],
+        "resting_ratio_cpu": resting[1],
+        "longest_s": float(longest[slower, 0]),
+        "median_s": float(median[slower, 0]),
+        "steps": steps,
+        "steps_moving": int(moving.sum()),
+    }
 
 
 def main() -> int:

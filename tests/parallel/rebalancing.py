@@ -59,7 +59,7 @@ class Way:
 WAYS = {
     "2 ranks, replicas": Way(2, 1, 4, 1 << 20),
     "4 ranks, no spare slot, chunks smaller than an expert": Way(4, 2, 0, 40_000, drafting=False),
-    "4 ranks, skewed": Way(4, 2, 4, 1 << 20, drafting=False, skewed=True),
+    "4 ranks, skewed": Way(4, 2, 4, 1 << 20, skewed=True),
 }
 STEPS, INTERVAL = 18, 8
 
@@ -75,7 +75,7 @@ class Decoded:
 
 def skew(model: V41) -> None:
     """The first experts of every layer are chosen most of the time."""
-    for layer in model.network.layers:
+    for layer in (*model.network.layers, *model.network.mtp):
         layer.ffn.gate.bias.data[:WANTED] += SKEW
 
 
