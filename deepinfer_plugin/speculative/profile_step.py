@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepinfer_plugin.model.layout import TARGET
 from deepinfer_plugin.model.rows import Rows
 from deepinfer_plugin.runtime.graphs import NARROWEST, EagerStep
 
@@ -42,6 +43,7 @@ def key(step: EagerStep) -> dict[str, str]:
         "profile": network.profile.name,
         "captured": json.dumps([*step.rows, *step.widths[:1]]),  # all is measured with the narrowest tables
         "ranks": f"{network.parallel.place.heads.of} of heads, {network.parallel.place.experts.of} of experts",
+        "slots": str(network.expert_maps[TARGET].slots),
         "version": metadata.version("deepinfer_plugin"),
     }
 
