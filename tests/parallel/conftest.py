@@ -26,9 +26,6 @@ FORMS = {
     "DP2xEP2": Variant(
         128, 512, replay=True, flags=(*CHECKED, *TWO_GROUPS, *RESTLESS), env={"DEEPINFER_SHUFFLE_EXPERTS": "1"}, slots=8
     ),
-    "DP2xEP2, no speculation": Variant(
-        128, 512, replay=True, flags=(*CHECKED, *TWO_GROUPS, "--deepinfer-speculation", "off"), slots=8
-    ),
 }
 
 

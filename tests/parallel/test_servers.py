@@ -133,12 +133,12 @@ def test_a_killed_rank_ends_the_server(form):
     assert f"error: rank 1 (process {second.pid}) died; rank 0 ends" in log
 
 
-@on("DP2xEP2", "DP2xEP2, no speculation")
+@on("DP2xEP2")
 def test_two_groups_that_divide_the_experts(form, expected):
     check(form, expected, at_once=4)
 
 
-@on("DP2xEP2", "DP2xEP2, no speculation")
+@on("DP2xEP2")
 def test_a_group_with_nothing_to_do_takes_part(form, expected):
     check(form, expected[1:3], at_once=1)
 
