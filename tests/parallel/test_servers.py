@@ -146,13 +146,16 @@ def test_a_group_with_nothing_to_do_takes_part(form, expected):
 @on("DP2xEP2")
 def test_experts_of_both_sets_have_moved_meanwhile(form, expected):
     """The tests before this one, and this one, had their tokens while experts moved between the ranks."""
-    check(form, expected[:4], at_once=4)
 
     def metric(name, experts):
         exposed = requests.get(f"{form.server.url}/metrics", timeout=10).text
         found = re.search(rf'^deepinfer_eplb_{name}{{[^}}]*experts="{experts}"[^}}]*}} (\S+)$', exposed, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
+    for _ in range(8):  # on its own it may take some more steps
+        check(form, expected, at_once=3)
+        if min(metric("rebalances_total", experts) for experts in ("target", "draft")) >= 2:
+            break
     for experts in ("target", "draft"):
         assert metric("rebalances_total", experts) >= 2
         assert metric("moved_bytes_total", experts) >= 52224 * metric("rebalances_total", experts)
