@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deepinfer_plugin.cache import cache_directory
 from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.checkpoint import INDEX
 from deepinfer_plugin.model.memory import PagePool, StatePool
@@ -38,7 +39,7 @@ def model(tiny):
 
 @pytest.fixture
 def cache(model):
-    return CurveCache(profile_step.cache_directory(), profile_step.key(EagerStep(model.network, None, None)))
+    return CurveCache(cache_directory(), profile_step.key(EagerStep(model.network, None, None)))
 
 
 def without_drafts(tiny, path):
@@ -83,7 +84,7 @@ def test_the_next_server_starts_with_it(profile, tiny, model, cache, monkeypatch
     assert profile(tiny)[0] == 0
     monkeypatch.setattr(profile_step, "measure", lambda *args, **kwargs: pytest.fail("measured again"))
     pages, state = PagePool.allocate(model.page_layout, 1), StatePool(model.state_layout, 1)
-    curve = profile_step.step_curve(EagerStep(model.network, pages, state), 6, profile_step.cache_directory())
+    curve = profile_step.step_curve(EagerStep(model.network, pages, state), 6, cache_directory())
     assert curve.rows == (1, 6) and max(curve.seconds) < 5
 
 
@@ -91,7 +92,7 @@ def test_nothing_is_kept_on_request(profile, tiny, tmp_path):
     file = tmp_path / "profile.json"
     code, out, _ = profile(tiny, "--rows", "1", "--no-cache", "--json", file)
     assert code == 0 and "servers" not in out and json.loads(file.read_text())["cache"] is None
-    assert not profile_step.cache_directory().exists()
+    assert not cache_directory().exists()
 
 
 def test_a_cache_that_cannot_be_written(profile, tiny, tmp_path):

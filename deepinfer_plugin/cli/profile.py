@@ -50,9 +50,10 @@ def _file(text: str) -> Path:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from ..cache import cache_directory
     from ..model.memory import PagePool, StatePool
     from ..runtime import graphs
-    from ..speculative.profile_step import cache_directory, key, measure_step, usual_rows
+    from ..speculative.profile_step import key, measure_step, usual_rows
     from ..speculative.step_cost import CurveCache
 
     try:

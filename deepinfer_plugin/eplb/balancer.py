@@ -127,9 +127,10 @@ class BalancedSet:
         seconds = time.perf_counter() - begin
         self.call_s.append(seconds)
         self.metrics.stalled(seconds)
-        if not self.mover.busy:
-            self._weigh()
-        if not self.mover.busy and self.solver is not None:
+        if self.mover.busy:
+            return
+        self._weigh()
+        if self.solver is not None:
             logger.info(
                 "%s experts: rebalanced, no step waited longer than %.2g s", self.name, self.metrics.longest_stall
             )

@@ -62,9 +62,8 @@ class Decision:
     forecast: float  # of the window, as it would be placed
     gain_s: float  # until the next decision
     cost_s: float
-    real_gain: (
-        float | None
-    )  # share of the busiest rank's rows saved by the latest rebalance, on rows that came after it
+    # Share of the busiest rank's rows that the latest rebalance saved, on rows that came after it.
+    real_gain: float | None
 
 
 def decide(request: Request) -> Decision:
@@ -112,10 +111,8 @@ def _weighed(placement: NDArray[np.int64], window: NDArray[np.float32], ranks: i
 
 def _decision(request: Request, window: NDArray[np.float32], target: Placed) -> Decision:
     now, then = (float(placed.peak(window).sum()) for placed in (request.current, target))
-    moves, mean = (
-        rounds(request.current.placement, target.placement, request.ranks),
-        float(window.sum()) / request.ranks,
-    )
+    moves = rounds(request.current.placement, target.placement, request.ranks)
+    mean = float(window.sum()) / request.ranks
     return Decision(
         rounds=moves,
         weights=target.weights,

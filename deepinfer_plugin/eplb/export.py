@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deepinfer_plugin.speculative.export import Growth
+
 from .metrics import STALL_SECONDS, BalanceMetrics
 
 COUNTERS = {
@@ -41,20 +43,12 @@ class Exporter:
             for name, text in GAUGES.items()
         }
         self.stalls = Histogram("deepinfer_eplb_stall_seconds", STALLS, ["experts"], buckets=STALL_SECONDS, **options)
-        self.told: dict[tuple[str, str], float] = {}
+        self.growth = Growth()
 
     def update(self) -> None:
         for experts, metrics in self.sets.items():
             for name, value in metrics.counters().items():
-                self.counters[name].labels(experts).inc(self._news(experts, name, value))
+                self.counters[name].labels(experts).inc(self.growth((name, experts), value))
             for name, value in metrics.gauges().items():
                 self.gauges[name].labels(experts).set(value)
-            stalls: Any = self.stalls.labels(experts)
-            for bucket, count in enumerate(metrics.stalls.counts.tolist()):
-                stalls._buckets[bucket].inc(self._news(experts, f"stalls {bucket}", count))
-            stalls._sum.inc(self._news(experts, "stalls", metrics.stalls.total))
-
-    def _news(self, experts: str, name: str, value: float) -> float:
-        """What ``value`` has grown by since it was asked for last."""
-        old, self.told[experts, name] = self.told.get((experts, name), 0.0), value
-        return value - old
+            self.growth.tell(self.stalls.labels(experts), ("stalls", experts), metrics.stalls)

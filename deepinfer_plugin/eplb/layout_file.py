@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from deepinfer_plugin.cache import cache_directory, write_whole
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.layout import Layout, LayoutError, expert_sets, slots_of_rank
 
@@ -67,20 +66,15 @@ def write(path: Path, layout: Layout, config: V41Config) -> None:
     """Readers see the old file or the new one. What cannot be written is logged: the next start begins in order."""
     content = json.dumps({set_: layout[set_].tolist() for set_, (layers, _) in expert_sets(config).items() if layers})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".experts_")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(name, path)
+        write_whole(path, content)
     except OSError as error:
         logger.warning("cannot store where experts lie in %s: %s", path, error)
 
 
 def default_path(config: V41Config, ranks: int, redundant: int) -> Path:
     """A file for every model, number of ranks and of replicas."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer_plugin"
     digest = hashlib.sha256(repr((config, ranks, redundant)).encode()).hexdigest()
-    return folder / f"experts_{digest[:16]}.json"
+    return cache_directory() / f"experts_{digest[:16]}.json"
 
 
 def remembered(config: V41Config, ranks: int, redundant: int) -> Layout | None:

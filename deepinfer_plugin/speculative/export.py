@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
-from .metrics import SpeculationMetrics
+from .metrics import Distribution, SpeculationMetrics
 
 COUNTERS = {
     "steps": "Verifications.",
@@ -62,30 +63,38 @@ class Exporter:
             name: Histogram(f"deepinfer_spec_{name}", HISTOGRAMS[name], buckets=distribution.edges, **options)
             for name, distribution in metrics.histograms().items()
         }
-        self.told: dict[tuple[str, int], float] = {}  # by metric and position or bucket, the sum being bucket -1
+        self.growth = Growth()
 
     def update(self, profiled: bool) -> None:
         totals = self.metrics.counters()
         for name, counter in self.counters.items():
             for position, child, value in _children(counter, totals[name]):
-                child.inc(self._news(name, position, value))
+                child.inc(self.growth((name, position), value))
         values = self.metrics.gauges(profiled)
         for name, gauge in self.gauges.items():
             for _, child, value in _children(gauge, values[name]):
                 child.set(value)
         for name, distribution in self.metrics.histograms().items():
-            # As SGLang's own collector does it: ``observe`` takes one value at a time, and a step has one accept length
-            # per request.
-            histogram: Any = self.histograms[name]
-            for bucket, count in enumerate(distribution.counts.tolist()):
-                if new := self._news(name, bucket, count):
-                    histogram._buckets[bucket].inc(new)
-            histogram._sum.inc(self._news(name, -1, distribution.total))
+            self.growth.tell(self.histograms[name], name, distribution)
 
-    def _news(self, name: str, part: int, value: float) -> float:
-        """What ``value`` has grown by since it was asked for last."""
-        old, self.told[name, part] = self.told.get((name, part), 0.0), value
+
+class Growth:
+    """What totals have grown by since they were asked for last."""
+
+    def __init__(self) -> None:
+        self.told: dict[Hashable, float] = {}
+
+    def __call__(self, key: Hashable, value: float) -> float:
+        old, self.told[key] = self.told.get(key, 0.0), value
         return value - old
+
+    def tell(self, histogram: Any, key: Hashable, distribution: Distribution) -> None:
+        """As SGLang's own collector does it: ``observe`` takes one value at a time, and a step has one accept length
+        per request."""
+        for bucket, count in enumerate(distribution.counts.tolist()):
+            if new := self((key, bucket), count):
+                histogram._buckets[bucket].inc(new)
+        histogram._sum.inc(self((key, "sum"), distribution.total))
 
 
 def _children(metric: Any, value: Any) -> list[tuple[int, Any, float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -25,10 +24,6 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROWS_CPU = (1, 2, 4, 8, 16, 32, 64)  # a row there costs milliseconds, and beyond these its price no longer changes
 CONTEXT = NARROWEST - 64  # tokens, for the price of a longer one: in the same graphs as short ones
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer_plugin"
 
 
 def key(step: EagerStep) -> dict[str, str]:

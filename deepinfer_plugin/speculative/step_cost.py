@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deepinfer_plugin.cache import write_whole
 
 from .calibration import increasing
 
@@ -300,10 +300,6 @@ class CurveCache:
         and costs a measurement at the next start."""
         content = {"format": FORMAT, "key": dict(self.key), "made": time.time(), **curve.__dict__}
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.directory, prefix=".step_cost_")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file)
-            os.replace(name, self.path)
+            write_whole(self.path, json.dumps(content))
         except OSError as error:
             logger.warning("cannot store the step-cost curve in %s: %s", self.directory, error)

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_observability
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
+from deepinfer_plugin.cache import cache_directory
 from deepinfer_plugin.runtime import graphs, requests
 from deepinfer_plugin.runtime.shared_noise import Draws
 from deepinfer_plugin.runtime.transfer import to_device
@@ -26,7 +27,7 @@ from .acceptance import accept
 from .calibration import Calibration, calibration_of
 from .draft_input import DraftInput
 from .export import Exporter
-from .profile_step import cache_directory, step_curve
+from .profile_step import step_curve
 from .sampling import only_its_newest_token, sample
 from .schedule import Schedule
 from .seeds import Seeds, sampler_takes_seeds

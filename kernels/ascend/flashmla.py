@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..flash_mla import attend
 from . import soc
 from .attention import selected_rows, window_rows, window_slots
 
@@ -90,33 +91,9 @@ def sparse_attention(
             assert latent is not None and latent_scale is not None and page_table is not None
             values, scales, also = selected_rows(latent, latent_scale, page_table[requests[part]], selected[part])
             more = torch.cat((values, scales), -1)
-        out[part] = _attend(q[part], packed, there, more, also, sink, scale)
+        chosen_numbers = None if also is None else _numbers(also)
+        out[part] = attend(q[part], packed, _numbers(there), more, chosen_numbers, sink, scale, batch_invariant=False)
     return out
-
-
-def _attend(
-    q: Tensor, packed: Tensor, there: Tensor, more: Tensor | None, also: Tensor | None, sink: Tensor, scale: float
-) -> Tensor:
-    """[n, heads, D] from each row's own keys, uint8 [n, S, 528] and perhaps [n, K, 288]; a row is a request of one
-    query, its keys a block of the cache."""
-    import flash_mla
-
-    schedule, splits = flash_mla.get_mla_metadata()
-    out, _ = flash_mla.flash_mla_with_kvcache(
-        q.unsqueeze(1).contiguous(),
-        packed.unsqueeze(2),
-        None,
-        None,
-        SIZE,
-        schedule,
-        splits,
-        softmax_scale=scale,
-        indices=_numbers(there),
-        attn_sink=sink,
-        extra_k_cache=None if more is None else more.unsqueeze(2),
-        extra_indices_in_kvcache=None if also is None else _numbers(also),
-    )
-    return out.squeeze(1)
 
 
 def _numbers(there: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import cuda
 from . import libraries
 
 MAJOR = 10  # of the compute capability
@@ -51,19 +52,13 @@ OURS = (
 
 def unavailable(device: torch.device) -> str | None:
     """Why nothing here runs on ``device``, or None."""
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.cuda is None:
-        return "it needs an NVIDIA GPU"
-    found = torch.cuda.get_device_capability(device)
-    if found[0] != MAJOR:
-        return "its kernels are written for compute capability {}.x, this GPU has {}.{}".format(MAJOR, *found)
-    if device.index not in (None, torch.cuda.current_device()):
-        return f"it runs on the current GPU, cuda:{torch.cuda.current_device()}; call torch.cuda.set_device first"
+    if why := cuda.unserved(device, f"{MAJOR}.x", lambda found: found[0] == MAJOR):
+        return why
     return libraries.missing()
 
 
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation; the same on every GPU that is served."""
-    from .. import cuda
     from . import attention, experts, index, linear
 
     theirs = (

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cuda import attention as triton_attention
-from . import libraries
+from ..flash_mla import attend
 
 CHANNELS, HEADS = 512, (64, 128)
 KEYS = 64  # lists of keys have a multiple of so many
@@ -173,33 +173,5 @@ def sparse_attention(
         if selected is not None and selected.shape[1]:
             assert latent is not None and latent_scale is not None and page_table is not None and requests is not None
             more, chosen = gather_latents(latent, latent_scale, page_table, requests[part], selected[part])
-        out[part] = _attend(q[part], keys, indices, more, chosen, sink, scale)[:, :heads]
+        out[part] = attend(q[part], keys, indices, more, chosen, sink, scale, batch_invariant=True)[:, :heads]
     return out
-
-
-def _attend(
-    q: Tensor,
-    keys: Tensor,
-    indices: Tensor,
-    more: Tensor | None,
-    chosen: Tensor | None,
-    sink: Tensor,
-    scale: float,
-) -> Tensor:
-    library = libraries.flash_mla()
-    plan, _ = library.get_mla_metadata()  # of this call: it depends on how many keys each row has
-    out, _ = library.flash_mla_with_kvcache(
-        q[:, None].contiguous(),
-        keys[:, :, None],
-        None,
-        None,
-        q.shape[2],
-        plan,
-        softmax_scale=scale,
-        indices=indices,
-        attn_sink=sink.contiguous(),
-        extra_k_cache=None if more is None else more[:, :, None],
-        extra_indices_in_kvcache=chosen,
-        enable_batch_invariant=True,
-    )
-    return out[:, 0]

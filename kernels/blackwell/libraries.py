@@ -20,7 +20,3 @@ def missing() -> str | None:
 
 def deep_gemm() -> Any:
     return importlib.import_module("deep_gemm")
-
-
-def flash_mla() -> Any:
-    return importlib.import_module("flash_mla")

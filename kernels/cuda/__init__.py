@@ -21,11 +21,16 @@ def unavailable(device: torch.device) -> str | None:
     """Why nothing here runs on ``device``, or None."""
     if device.type == "cpu" and _interpreted():
         return None
+    return unserved(device, "{}.{}".format(*CAPABILITY), lambda found: found == CAPABILITY)
+
+
+def unserved(device: torch.device, capability: str, served: Callable[[tuple[int, int]], bool]) -> str | None:
+    """Why kernels for that compute capability do not run on ``device``, or None."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.cuda is None:
         return "it needs an NVIDIA GPU"
     found = torch.cuda.get_device_capability(device)
-    if found != CAPABILITY:
-        return "its kernels are written for compute capability {}.{}, this GPU has {}.{}".format(*CAPABILITY, *found)
+    if not served(found):
+        return "its kernels are written for compute capability {}, this GPU has {}.{}".format(capability, *found)
     if device.index not in (None, torch.cuda.current_device()):
         return f"it runs on the current GPU, cuda:{torch.cuda.current_device()}; call torch.cuda.set_device first"
     return None

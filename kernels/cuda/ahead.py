@@ -16,8 +16,8 @@ import torch
 
 from ..ops import OP_NAMES, Ops
 from . import CAPABILITY, MULTIPROCESSORS, every_op, jit
+from .experts import SHARED_BYTES
 
-SHARED_BYTES = 227 << 10  # of a block
 THREADS = 1024  # of a block
 
 
