@@ -34,33 +34,7 @@ __device__ __forceinline__ void warpgroup_barrier(int group) {
     asm volatile("bar.sync %0, 128;" :: "r"(group + 1) : "memory");
 }
 
-// ---- barriers of the pipeline --------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, int parity) {
-    asm volatile("{.reg .pred done;\n"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void bulk_copy(u32 to, const void* from, int bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-struct Slot {  // of the ring of stages, with the parity of its current use
-    int index = 0, parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++index == STAGES) index = 0, parity ^= 1;
-    }
-};
+using Slot = Ring<STAGES>;
 
 // ---- formats -----------------------------------------------------------------------------------------------------
 

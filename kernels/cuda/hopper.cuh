@@ -1,4 +1,4 @@
-// What all kernels share: wgmma plumbing, number formats. Put in front of every kernel file by the compiler driver.
+// What all kernels share: wgmma plumbing, barriers of a pipeline, number formats. Put in front of every kernel file by the compiler driver.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -39,6 +39,34 @@ __device__ __forceinline__ u32 load_shared4(u32 address) {
 __device__ __forceinline__ u64 descriptor(u32 address, u32 along_k, u32 along_n) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)(along_k >> 4) << 16 | (u64)(along_n >> 4) << 32;
 }
+
+// ---- barriers of the pipeline --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, int parity) {
+    asm volatile("{.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+template <int COUNT> struct Ring {  // a stage of a ring, with the parity of its current use
+    int index = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++index == COUNT) index = 0, parity ^= 1;
+    }
+};
 
 // ---- formats -----------------------------------------------------------------------------------------------------
 
