@@ -84,9 +84,13 @@ def _triton() -> dict[str, Callable[..., Any]]:
 
 
 def _cpp() -> dict[str, Callable[..., Any]]:
-    from . import experts, index
+    from . import experts, fp8_linear, index
 
     return _by_name(
+        fp8_linear.prepare_linear,
+        fp8_linear.linear,
+        fp8_linear.prepare_grouped,
+        fp8_linear.grouped_linear,
         index.index_scores,
         index.candidate_blocks,
         index.top_groups,

@@ -16,7 +16,7 @@ import torch
 
 from ..ops import OP_NAMES, Ops
 from . import CAPABILITY, MULTIPROCESSORS, every_op, jit
-from .experts import SHARED_BYTES
+from .jit import SHARED_BYTES
 
 THREADS = 1024  # of a block
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from . import jit
+from .jit import SHARED_BYTES
 
 ROWS, CHANNELS = 64, 128  # of a weight tile
 TILE_BYTES = ROWS * CHANNELS // 2 + ROWS * CHANNELS // 32
@@ -16,7 +17,7 @@ GROUP = 8  # tokens of a core matrix; an expert begins at a multiple
 # Where the four bits of a code (sign, exponent, exponent, mantissa) lie in a half-word, for each of its four codes.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 LARGEST_SCALE = 128  # UE8M0 byte whose factor still fits (``_scales``)
-SHARED_BYTES = 227 << 10  # of a block at most, static and dynamic
+
 MOST_PAIRS = 96 << 10  # of one pass: bounds the memory of copies; more tokens go in several passes
 
 

@@ -1,4 +1,5 @@
-// What all kernels share: wgmma plumbing, barriers of a pipeline, number formats. Put in front of every kernel file by the compiler driver.
+// What all kernels share: wgmma plumbing, barriers of a pipeline, number formats. Put in front of every kernel file by
+// the compiler driver.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -67,6 +68,13 @@ template <int COUNT> struct Ring {  // a stage of a ring, with the parity of its
         if (++index == COUNT) index = 0, parity ^= 1;
     }
 };
+
+// ---- programmatic dependent launch (a kernel that is launched with ``overlap``) -------------------------------------
+
+// Everything the kernels before have written is there. Before the first read or write of memory that they touch.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel may begin what it does before it waits.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- formats -----------------------------------------------------------------------------------------------------
 

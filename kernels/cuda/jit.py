@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent
 ARCH = "sm_90a"  # Hopper; wgmma exists under this name only
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 DIGEST = 32  # bytes of a sha256
+SHARED_BYTES = 227 << 10  # of a block of Hopper at most, static and dynamic
 
 
 class CompileError(RuntimeError):
@@ -74,8 +75,9 @@ def wgmma(n: int) -> str:
     )
     return "".join(
         f"""
-__device__ __forceinline__ void {name}{n}(float (&d)[{count}], {"unsigned a0, unsigned a1, unsigned a2, unsigned a3"
-            if lanes else "unsigned long long a"}, unsigned long long b, int accumulate) {{
+__device__ __forceinline__ void {name}{n}(float (&d)[{count}], {
+            "unsigned a0, unsigned a1, unsigned a2, unsigned a3" if lanes else "unsigned long long a"
+        }, unsigned long long b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + (lanes or 1) + 1}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{n}{kind} {{{accumulators}}}, {registers if lanes else f"%{count}"}, "
         "%{count + (lanes or 1)}, p{ending};}}"
@@ -93,12 +95,15 @@ class Kernel:
         self.source, self.entry = source, entry
         self._functions: dict[int, Any] = {}
 
-    def launch(self, grid: tuple[int, ...], threads: int, shared: int, *args: Tensor | int | float) -> None:
+    def launch(
+        self, grid: tuple[int, ...], threads: int, shared: int, *args: Tensor | int | float, overlap: bool = False
+    ) -> None:
         """Launch on the current stream. Tensors are passed as pointers, ints as ``long long``, floats as ``float``.
 
         Args:
             grid: up to three sizes; a zero anywhere launches nothing.
             shared: bytes of dynamic shared memory.
+            overlap: begin before the kernel before it has ended; it must wait for that one itself.
         """
         if _instead is not None:
             return _instead(self.source)
@@ -118,7 +123,19 @@ class Kernel:
         values = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
         types = tuple(map(_c_type, args))
         stream = torch.cuda.current_stream().cuda_stream
-        _ok(driver.cuLaunchKernel(function, *(*grid, 1, 1)[:3], threads, 1, 1, shared, stream, (values, types), 0))
+        sizes = (*grid, 1, 1)[:3]
+        if not overlap:
+            _ok(driver.cuLaunchKernel(function, *sizes, threads, 1, 1, shared, stream, (values, types), 0))
+            return
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = sizes
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, stream
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+        _ok(driver.cuLaunchKernelEx(config, function, (values, types), 0))
 
 
 def _c_type(arg: Tensor | int | float) -> type:

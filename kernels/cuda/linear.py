@@ -362,7 +362,7 @@ def _multiply(x: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _round_trip(x: Tensor, interleave: bool = False) -> Tensor:
+def round_trip(x: Tensor, interleave: bool = False) -> Tensor:
     out = torch.empty_like(x)
     channels = 2048
     if x.numel():
@@ -375,13 +375,13 @@ def _round_trip(x: Tensor, interleave: bool = False) -> Tensor:
 
 def prepare_linear(weight: Tensor, scale: Tensor) -> Weight:
     values, factor = weight.contiguous().view(torch.uint8), scale.to(torch.float32)
-    return Weight(values, _poisoned(values, factor), 1, *weight.shape)
+    return Weight(values, poisoned(values, factor), 1, *weight.shape)
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     x = x.contiguous()
     if x.dtype == torch.bfloat16:
-        x = _round_trip(x, interleave=True)
+        x = round_trip(x, interleave=True)
     return _multiply(x, weight, x.dtype)
 
 
@@ -398,17 +398,17 @@ def prepare_grouped(weight: Tensor, scale: Tensor, groups: int) -> Weight:
     given = weight.contiguous().view(torch.uint8)
     # What it multiplies is not always cast, so there is nobody to swap its channels: the weight's are, here.
     values = given.view(rows, k // BLOCK, 4, 4, 2).transpose(2, 3).reshape(rows, k)
-    return Weight(values, _poisoned(values, scale.to(torch.float32)), groups, rows // groups, k, True)
+    return Weight(values, poisoned(values, scale.to(torch.float32)), groups, rows // groups, k, True)
 
 
 def grouped_linear(o: Tensor, weight: Weight, fp8: bool) -> Tensor:
     o = o.contiguous()
     if not fp8:
         return _multiply(o, weight, o.dtype)
-    return _round_trip(_multiply(_round_trip(o), weight, o.dtype))
+    return round_trip(_multiply(round_trip(o), weight, o.dtype))
 
 
-def _poisoned(values: Tensor, scale: Tensor) -> Tensor:
+def poisoned(values: Tensor, scale: Tensor) -> Tensor:
     """Scales, NaN where a tile holds a NaN weight: expanding a weight does not look for them."""
     n, k = values.shape
     bad = ((values & 0x7F) == 0x7F).view(n, k // BLOCK, BLOCK).any(-1)

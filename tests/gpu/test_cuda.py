@@ -35,6 +35,37 @@ def poisoned():
     torch.random.set_rng_state(generator)
 
 
+@pytest.mark.parametrize(
+    ("groups", "outputs", "channels"),
+    [(1, 512, 5120), (1, 300, 320), (1, 4608, 2304), (1, 100, 96), (8, 1024, 512), (3, 96, 160)],
+)
+def test_fp8_products_with_any_number_of_rows(tables, groups, outputs, channels):
+    """Every width of a tile, splits that go through memory and splits added in registers: the same bits for a row."""
+    ours, reference = tables
+    weight = torch.randint(256, (groups * outputs, channels), device="cuda", dtype=torch.uint8)
+    weight = torch.where(weight & 0x7F == 0x7F, 0x30, weight).view(torch.float8_e4m3fn)
+    scale = torch.randint(110, 120, (-(-groups * outputs // 32), channels // 32), device="cuda", dtype=torch.uint8)
+    args = (weight, scale.view(torch.float8_e8m0fnu))
+    x = torch.randn(2100, groups, channels, device="cuda", dtype=torch.bfloat16)
+    x *= torch.exp2(4 * torch.randn(2100, 1, 1, device="cuda")).bfloat16()
+
+    def product(table: Ops, rows: Tensor) -> Tensor:
+        if groups == 1:
+            return table.linear(rows[:, 0], table.prepare_linear(*args))
+        return table.grouped_linear(rows, table.prepare_grouped(*args, groups), False)
+
+    want = product(reference, x[:300])
+    got = product(ours, x[:300])
+    assert ((got.double() - want.double()).norm() / want.double().norm()).item() < 2e-4
+    assert_close(got, want, 2.0**20)
+    for rows in (1, 8, 9, 30, 64, 90, 128, 190, 256, 1024, 1025, 2100):
+        again = product(ours, x[:rows])
+        assert torch.equal(again[:300], got[:rows]), rows
+    x[3, 0, 5] = torch.nan
+    poisoned = product(ours, x[:9])
+    assert poisoned[3].isnan().any() and not poisoned[4:].isnan().any() and torch.equal(poisoned[:3], got[:3])
+
+
 def experts(count: int, hidden: int, inner: int) -> tuple[Tensor, ...]:
     def weight(*shape: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(*shape, device="cuda") * torch.exp2(torch.randn(*shape[:-1], 1, device="cuda"))

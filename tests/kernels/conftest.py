@@ -34,7 +34,7 @@ class OnDevice:
             moved: list[tuple[Tensor, Tensor]] = []
 
             def move(value: Any) -> Any:
-                if not isinstance(value, Tensor) or value.device == self.device:
+                if not isinstance(value, Tensor) or value.device.type == self.device.type:
                     return value
                 memory = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
                 there = memory.to(self.device).as_strided(value.shape, value.stride(), value.storage_offset())

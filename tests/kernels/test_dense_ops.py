@@ -226,7 +226,7 @@ def test_moe_experts_add_in_order_of_id(ops, dtype):
 
 
 def test_a_replaced_expert_is_found_at_the_same_place(ops, dtype):
-    if ops.device.type != "cpu" and dtype == torch.float32:
+    if ops.device.type != "cpu" and (dtype == torch.float32 or ops.choices["moe_experts"] == "reference"):
         pytest.skip("it reads the stacked tensors, and the table under test was given copies of these")
     case, other = make("moe_experts", dtype, rows=20), make("moe_experts", dtype, rows=7, seed=5)
     old, new = ([tensor.clone() for tensor in weight(c, "experts")] for c in (case, other))
