@@ -30,7 +30,7 @@ from torch import nn
 from deepinfer_plugin.kernels import select
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.engram_table import EngramTable
-from deepinfer_plugin.model.layers import Dense, GroupedLinear, Linear
+from deepinfer_plugin.model.layers import Dense, FP8Weight, GroupedLinear
 from deepinfer_plugin.model.memory import PageLayout, PagePool, StateLayout, StatePool
 from deepinfer_plugin.model.moe import Experts
 from deepinfer_plugin.model.network import Network
@@ -103,7 +103,7 @@ def floor_ms(network: Network, rows: Rows, each: int, context: int) -> float:
     modules: list[nn.Module] = [network.head]
     modules += [module for layer in network.layers for module in layer.modules()]
     for module in modules:
-        if isinstance(module, Linear | GroupedLinear | Dense):
+        if isinstance(module, FP8Weight | GroupedLinear | Dense):
             total += floor_us(module.weight.nbytes, 2 * module.weight.numel() * count)
         elif isinstance(module, Experts):
             used = 1 - (1 - config.experts_per_token / module.slots) ** count

@@ -11,7 +11,7 @@ from deepinfer_plugin.kernels import Ops
 from .compressor import Compressor
 from .config import V41Config
 from .indexer import Indexer
-from .layers import GroupedLinear, Linear, RMSNorm, parameter
+from .layers import FP8Weight, GroupedLinear, JoinedLinear, Linear, RMSNorm, parameter
 from .parallel import Parallel
 from .profiles import Profile
 from .rope import inverse_frequencies
@@ -40,10 +40,11 @@ class WindowAttention(nn.Module):
         share = parallel.place.heads
         self.heads, self.head_dim = len(share.part(config.num_heads)), config.head_dim
         self.scale = config.head_dim**-0.5
-        self.wq_a = Linear(ops, config.hidden_size, config.q_lora_rank)
+        self.wq_a = FP8Weight(config.hidden_size, config.q_lora_rank)
         self.q_norm = RMSNorm(ops, config.q_lora_rank, config.norm_eps)
         self.wq_b = Linear(ops, config.q_lora_rank, self.heads * config.head_dim)
-        self.wkv = Linear(ops, config.hidden_size, config.head_dim)
+        self.wkv = FP8Weight(config.hidden_size, config.head_dim)
+        self.down = JoinedLinear(ops, self.wq_a, self.wkv)
         self.kv_norm = RMSNorm(ops, config.head_dim, config.norm_eps)
         self.attn_sink = parameter(self.heads, dtype=torch.float32)
         groups = len(share.part(config.o_groups))
@@ -53,17 +54,18 @@ class WindowAttention(nn.Module):
         self.wo_b = Linear(ops, config.o_groups * config.o_lora_rank, len(share.part(config.hidden_size)))
         self.register_buffer("inv_freq", inverse_frequencies(config, compressed), persistent=False)
 
-    def query(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised low-rank query [T, q_lora_rank], which the indexer reads too, and the rotated heads
-        [T, heads, D]."""
-        low_rank = self.q_norm(self.wq_a(x))
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The normalised low-rank query [T, q_lora_rank], which the indexer reads too, the rotated heads
+        [T, heads, D], and the window rows."""
+        query, key = self.down(x)
+        low_rank = self.q_norm(query)
         heads = self.wq_b(low_rank).unflatten(-1, (self.heads, self.head_dim))
-        return low_rank, self.ops.rope(heads, positions, self.inv_freq)
+        return low_rank, self.ops.rope(heads, positions, self.inv_freq), self.window_rows(key, positions)
 
-    def window_rows(self, x: Tensor, positions: Tensor) -> Tensor:
+    def window_rows(self, key: Tensor, positions: Tensor) -> Tensor:
         """Packed window keys uint8 [T, row_bytes], as the ring stores them; fresh rows are attended in the
         same format."""
-        return self.ops.window_pack(self.ops.rope(self.kv_norm(self.wkv(x)), positions, self.inv_freq))
+        return self.ops.window_pack(self.ops.rope(self.kv_norm(key), positions, self.inv_freq))
 
     def output(self, o: Tensor, positions: Tensor) -> Tensor:
         o = self.ops.rope(o, positions, self.inv_freq, inverse=True)
@@ -90,8 +92,7 @@ class Attention(WindowAttention):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         rows, state = step.rows, step.state
-        low_rank, query = self.query(x, rows.positions)
-        window = self.window_rows(x, rows.positions)
+        low_rank, query, window = self.project(x, rows.positions)
         latent = None if self.compressor is None else self.compressor(x, step, self.inv_freq)
         if self.indexer is not None:
             step.selected = self.indexer(x, low_rank, latent, step, self.inv_freq)

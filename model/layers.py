@@ -25,14 +25,21 @@ def blocks(channels: int) -> int:
     return -(-channels // QUANT_BLOCK)
 
 
-class Linear(nn.Module):
-    """FP8 weight [N, K] with one UE8M0 scale per 32x32 tile; bf16 activations are cast to FP8/32 on the way in."""
+class FP8Weight(nn.Module):
+    """FP8 weight [N, K] with one UE8M0 scale per 32x32 tile, for whoever multiplies with it."""
 
-    def __init__(self, ops: Ops, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int):
         super().__init__()
-        self.ops = ops
         self.weight = parameter(outputs, inputs, dtype=FP8)
         self.scale = parameter(blocks(outputs), blocks(inputs), dtype=SCALE)
+
+
+class Linear(FP8Weight):
+    """Product with an FP8 weight; bf16 activations are cast to FP8/32 on the way in."""
+
+    def __init__(self, ops: Ops, inputs: int, outputs: int):
+        super().__init__(inputs, outputs)
+        self.ops = ops
         self.prepared: Any = None
 
     def prepare(self) -> None:
@@ -40,6 +47,34 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.prepared)
+
+
+class JoinedLinear(nn.Module):
+    """Products of one input with several FP8 weights, as one: the input is cast once, and more outputs fill a GPU
+    better. The weights belong to the module that names them."""
+
+    def __init__(self, ops: Ops, *weights: FP8Weight):
+        super().__init__()
+        self.ops = ops
+        self.weights = weights  # in a tuple: not parameters of ours
+        self.prepared: Any = None
+
+    def prepare(self) -> None:
+        weights, scales = ([getattr(each, name) for each in self.weights] for name in ("weight", "scale"))
+        self.outputs = [weight.shape[0] for weight in weights]
+        self.prepared = self.ops.prepare_linear(_stacked(weights), _stacked(scales))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.ops.linear(x, self.prepared).split(self.outputs, -1)
+
+
+def _stacked(parts: list[Any]) -> Any:
+    """Rows of all, whatever their dtype; scales are None where weights are trained."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    if parts[0].dtype.itemsize > 1:
+        return torch.cat(parts)
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 class GroupedLinear(nn.Module):

@@ -12,7 +12,7 @@ from deepinfer_plugin.kernels import Ops
 
 from .config import QUANT_BLOCK, V41Config
 from .expert_map import ExpertMap
-from .layers import SCALE, Dense, Linear, parameter
+from .layers import SCALE, Dense, FP8Weight, JoinedLinear, Linear, parameter
 from .parallel import Parallel
 from .step import Step
 
@@ -105,12 +105,14 @@ class SharedExpert(nn.Module):
     def __init__(self, ops: Ops, config: V41Config):
         super().__init__()
         self.ops, self.limit = ops, config.swiglu_limit
-        self.w1 = Linear(ops, config.hidden_size, config.expert_dim)
-        self.w3 = Linear(ops, config.hidden_size, config.expert_dim)
+        self.w1 = FP8Weight(config.hidden_size, config.expert_dim)
+        self.w3 = FP8Weight(config.hidden_size, config.expert_dim)
+        self.gate_up = JoinedLinear(ops, self.w1, self.w3)
         self.w2 = Linear(ops, config.expert_dim, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(self.ops.swiglu(self.w1(x), self.w3(x), self.limit, None))
+        gate, up = self.gate_up(x)
+        return self.w2(self.ops.swiglu(gate, up, self.limit, None))
 
 
 class MoE(nn.Module):

@@ -22,7 +22,7 @@ from deepinfer_plugin.model.checkpoint import INDEX, expected_tensors
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.engram import TableRows
 from deepinfer_plugin.model.engram_table import EngramTable
-from deepinfer_plugin.model.layers import GroupedLinear, Linear
+from deepinfer_plugin.model.layers import FP8Weight, GroupedLinear
 from deepinfer_plugin.model.moe import Experts, Gate
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.profiles import profile_named
@@ -53,7 +53,7 @@ def to_masters(network: Network) -> None:
     """
     for module in list(network.modules()):
         stored = dict(module.named_parameters(recurse=False))
-        if isinstance(module, Linear | GroupedLinear):
+        if isinstance(module, FP8Weight | GroupedLinear):
             values = {"weight": formats.fp8_weight_dequant(stored["weight"], stored["scale"])}
         elif isinstance(module, TableRows):
             values = {"weight": formats.fp8_dequant(stored["weight"], stored["scale"])}

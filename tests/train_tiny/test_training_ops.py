@@ -68,7 +68,7 @@ def test_export_loses_nothing(network_of, prepared, tmp_path):
             pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else ((ours, theirs),)
             assert all(torch.equal(a, b) for a, b in pairs), name
             compared += 1
-    assert compared > 100
+    assert compared > 90
 
 
 def test_every_master_learns(network_of, prepared):
