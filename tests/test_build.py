@@ -46,7 +46,7 @@ def test_the_released_model(deepinfer, compiled):
     }
     assert {(d["EXPERTS"], d["TOPK"]) for d in defines(compiled, "experts.cu")} == {(384, 6), (128, 3)}
     names = {name.rpartition(".")[2] for name in compiled.triton}
-    assert names == launched()
+    assert names == launched() - {"_cast"}, "which only the other profile and Blackwell launch"
 
 
 def test_what_a_call_asks_for_is_what_was_built(deepinfer, compiled):

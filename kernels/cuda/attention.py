@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .formats import INTERPRET, e2m1_value, e4m3_value, e8m0_value, narrow, to_bfloat16, widen
+from .overlap import OVERLAP, after_previous
 
 _EMPTY_MAX = tl.constexpr(-1e30)  # running maximum before any key
 _KEYS = tl.constexpr(64)  # keys of a softmax block
@@ -340,6 +341,7 @@ def _sparse_attention(
     ALIGN: tl.constexpr, LATENT_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """``HEADS``: heads of a tile; ``D`` and ``CHOSEN``: channels and selected places, as powers of two."""
+    after_previous()
     dtype: tl.constexpr = q.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     WIDE: tl.constexpr = INTERPRET or EXACT
@@ -466,6 +468,7 @@ def sparse_attention(
         tile, triton.next_power_of_2(size), triton.next_power_of_2(max(1, chosen)),
         align, latent_align,
         num_warps=8,
+        **OVERLAP,
     )  # fmt: skip
     return out
 

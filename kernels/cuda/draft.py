@@ -14,6 +14,7 @@ from torch import Tensor
 from .formats import widen
 from .linear import Weight, dense
 from .norm_rope import warps
+from .overlap import OVERLAP, after_previous
 
 
 def markov(prev: Tensor, embed: Tensor, head: Weight) -> tuple[Tensor, Tensor]:
@@ -25,6 +26,7 @@ def markov(prev: Tensor, embed: Tensor, head: Weight) -> tuple[Tensor, Tensor]:
 def _confidence(
     hidden, e, proj, out, H: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     channel, rank = tl.arange(0, BLOCK), tl.arange(0, RANK_BLOCK)
     x = widen(tl.load(hidden + row * H + channel, mask=channel < H, other=0.0)).to(tl.float64)
@@ -50,5 +52,6 @@ def confidence(hidden: Tensor, e: Tensor, proj: Tensor) -> Tensor:
             block,
             triton.next_power_of_2(max(1, rank)),
             num_warps=warps(block),
+            **OVERLAP,
         )
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .formats import e4m3_value, e8m0_value, narrow, widen
 from .norm_rope import square_sum, to_narrow, to_wide, warps
+from .overlap import OVERLAP, after_previous
 
 BLOCK = 32  # channels per scale of a table row
 
@@ -43,6 +44,7 @@ def _hash(
     ROWS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     head = tl.arange(0, HEADS_BLOCK)
@@ -105,6 +107,7 @@ def engram_hash(
         heads,
         tile,
         triton.next_power_of_2(heads),
+        **OVERLAP,
     )
     return out
 
@@ -122,6 +125,7 @@ def _gather(
     COLUMNS_BLOCK: tl.constexpr,
     SCALES_BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS_BLOCK + tl.arange(0, COLUMNS_BLOCK)
     block = tl.arange(0, SCALES_BLOCK)
@@ -146,7 +150,7 @@ def engram_gather(rows: Tensor, table: Tensor, scale: Tensor, dtype: torch.dtype
     blocks = triton.next_power_of_2(d // BLOCK)
     tile = max(1, min(triton.next_power_of_2(columns), 4096 // (blocks * BLOCK)))
     _gather[(count, triton.cdiv(columns, tile))](
-        rows.contiguous(), values, scales, out, values.stride(0), scales.stride(0), columns, d, tile, blocks
+        rows.contiguous(), values, scales, out, values.stride(0), scales.stride(0), columns, d, tile, blocks, **OVERLAP
     )
     return out
 
@@ -164,6 +168,7 @@ def _gate(
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, BLOCK)
     there = channel < H
@@ -204,5 +209,6 @@ def engram_gate(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor,
             eps,
             block,
             num_warps=warps(block),
+            **OVERLAP,
         )
     return out

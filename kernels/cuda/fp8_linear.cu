@@ -73,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(
     const int tiles = ((int)channels + 63) / 64, tile = blockIdx.y * 8 + threadIdx.x / 32;
     const int channel = 64 * tile + 8 * octet;
     launch_dependents();
+    wait_for_previous();
     if (tile >= tiles) return;
     #pragma unroll
     for (int half = 0; half < 2; half++) {

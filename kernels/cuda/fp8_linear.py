@@ -123,7 +123,7 @@ def _multiply(x: Tensor, weight: Weight, cast: bool) -> Tensor:
     pieces, parts = -(-rows // width), 1 if loops else splits
     arranged = torch.empty(groups, tiles, pieces * width, CHANNELS, dtype=x.dtype, device=x.device)
     arrange.launch((-(-rows // 8), -(-tiles // 8), groups), 256, 0, x, arranged, rows, pieces * width, weight.channels,
-                   int(cast))  # fmt: skip
+                   int(cast), overlap=True)  # fmt: skip
     sums = torch.empty(
         (parts, pieces * groups * blocks * ROWS * width) if parts > 1 else 0, dtype=torch.float32, device=x.device
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .linear import Weight, partial_products
 from .norm_rope import to_narrow, to_wide
+from .overlap import OVERLAP, after_previous
 
 
 @triton.jit
@@ -53,6 +54,7 @@ def _choose(
     EXPERTS_BLOCK: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS_BLOCK)
     there = expert < EXPERTS
@@ -119,6 +121,7 @@ def moe_gate(
             triton.next_power_of_2(experts),
             triton.next_power_of_2(topk),
             num_warps=1 if experts <= 512 else 4,
+            **OVERLAP,
         )
     return weights, ids
 
@@ -135,6 +138,7 @@ def _swiglu(
     LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = channel < INNER
@@ -158,5 +162,5 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
         weight = None if weight is None else weight.contiguous()
         block = min(1024, triton.next_power_of_2(inner))
         grid = (rows, triton.cdiv(inner, block))
-        _swiglu[grid](gate, up, weight, out, gate.stride(0), up.stride(0), inner, limit, block)
+        _swiglu[grid](gate, up, weight, out, gate.stride(0), up.stride(0), inner, limit, block, **OVERLAP)
     return out

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from . import MULTIPROCESSORS
 from .formats import INTERPRET, e4m3_value, fp8_round_trip, narrow, to_bfloat16, widen
+from .overlap import OVERLAP, after_previous
 
 BLOCK = 32  # channels and outputs per scale
 ENOUGH_PROGRAMS = 96  # of a large tile, before a smaller one is tried
@@ -144,6 +145,7 @@ def _dequant(values, scale, INTERLEAVE: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _cast(x, out, size, INTERLEAVE: tl.constexpr, CHANNELS: tl.constexpr):
     """What FP8/32 leaves of bf16 x; rows are multiples of 32 long, so they need not be told apart."""
+    after_previous()
     at = tl.program_id(0).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     given = widen(tl.load(x + at, mask=at < size, other=0.0))
     left = to_bfloat16(fp8_round_trip(given))
@@ -155,6 +157,7 @@ def _cast(x, out, size, INTERLEAVE: tl.constexpr, CHANNELS: tl.constexpr):
 @triton.jit
 def _expand(values, scale, out, rows, K: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """FP8 weight [rows, K] -> bf16, channels swapped as the product wants them."""
+    after_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     mask = (row < rows)[:, None] & (block < K // 32)[None, :]
@@ -191,6 +194,7 @@ def _product(
     Program ids go through the row tiles first, up to 8 of them, so that programs that share a weight tile run together
     and a band of rows stays in the cache.
     """
+    after_previous()
     tile, part = tl.program_id(0), tl.program_id(1)
     n_tiles: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     band: tl.constexpr = 8 * n_tiles * GROUPS
@@ -255,6 +259,7 @@ def _product(
 
 @triton.jit
 def _reduce(parts, out, size, PARTS: tl.constexpr, ELEMENTS: tl.constexpr):
+    after_previous()
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     total = tl.zeros((ELEMENTS,), parts.dtype.element_ty)
     for _ in tl.static_range(PARTS):
@@ -327,6 +332,7 @@ def _launch(x: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tens
         tile.channels,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **OVERLAP,
     )
     return out
 
@@ -339,7 +345,7 @@ def _expanded(weight: Weight) -> Weight:
     values = torch.empty(rows, k, dtype=torch.bfloat16, device=weight.values.device)
     tile, blocks = 16, 8
     grid = (triton.cdiv(rows, tile), triton.cdiv(k, blocks * BLOCK))
-    _expand[grid](weight.values, weight.scale, values, rows, k, tile, blocks)
+    _expand[grid](weight.values, weight.scale, values, rows, k, tile, blocks, **OVERLAP)
     return replace(weight, values=values, scale=None)
 
 
@@ -358,7 +364,7 @@ def _multiply(x: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
         return parts[0]
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     elements = 1024
-    _reduce[(triton.cdiv(out.numel(), elements),)](parts, out, out.numel(), parts.shape[0], elements)
+    _reduce[(triton.cdiv(out.numel(), elements),)](parts, out, out.numel(), parts.shape[0], elements, **OVERLAP)
     return out
 
 
@@ -366,7 +372,7 @@ def round_trip(x: Tensor, interleave: bool = False) -> Tensor:
     out = torch.empty_like(x)
     channels = 2048
     if x.numel():
-        _cast[(triton.cdiv(x.numel(), channels),)](x, out, x.numel(), interleave, channels)
+        _cast[(triton.cdiv(x.numel(), channels),)](x, out, x.numel(), interleave, channels, **OVERLAP)
     return out
 
 

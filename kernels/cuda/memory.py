@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .formats import fp4_cast, fp8_cast, latent_cast, narrow, widen
+from .overlap import OVERLAP, after_previous
 
 _NGRAM_ROWS = 128
 
@@ -31,6 +32,7 @@ def _warps(channels: int) -> int:
 
 @triton.jit
 def _window_pack(kv, packed, kv_row, size: tl.constexpr, SIZE: tl.constexpr):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, SIZE)[None, :]
     block = tl.arange(0, SIZE // 32)[None, :]
@@ -47,7 +49,7 @@ def window_pack(kv: Tensor) -> Tensor:
     if rows:
         kv = kv if kv.stride(1) == 1 else kv.contiguous()
         width = triton.next_power_of_2(size)
-        _window_pack[(rows,)](kv, packed, kv.stride(0), size, width, num_warps=_warps(width))
+        _window_pack[(rows,)](kv, packed, kv.stride(0), size, width, num_warps=_warps(width), **OVERLAP)
     return packed
 
 
@@ -57,6 +59,7 @@ def _window_write(
     packed_row, ring_slot, ring_row, ring_byte, tags_slot, tags_row, length,
     width: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(keep + row):
         slot, position = tl.load(row_slots + row), tl.load(positions + row)
@@ -78,6 +81,7 @@ def window_write(
         packed, *_dense(row_slots, positions, keep), ring, tags,
         packed.stride(0), *ring.stride(), *tags.stride(), ring.shape[1],
         width, triton.next_power_of_2(width), num_warps=_warps(width),
+        **OVERLAP,
     )  # fmt: skip
 
 
@@ -90,6 +94,7 @@ def _compress_pair(
     value_row, score_row, tail_slot, tail_row, tail_part, tail_channel, length,
     size: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
     channel = tl.arange(0, SIZE)
@@ -134,6 +139,7 @@ def compress_pair(
             value, score, *_dense(positions, fresh, row_slots), tail, out,
             value.stride(0), score.stride(0), *tail.stride(), tail.shape[1],
             size, triton.next_power_of_2(size), num_warps=4,
+            **OVERLAP,
         )  # fmt: skip
     return out
 
@@ -144,6 +150,7 @@ def _tail_write(
     value_row, score_row, tail_slot, tail_row, tail_part, tail_channel, length,
     size: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(keep + row):
         at = tl.load(positions + row) % length
@@ -163,6 +170,7 @@ def tail_write(value: Tensor, score: Tensor, positions: Tensor, row_slots: Tenso
         value, score, *_dense(positions, row_slots, keep), tail,
         value.stride(0), score.stride(0), *tail.stride(), tail.shape[1],
         size, triton.next_power_of_2(size), num_warps=4,
+        **OVERLAP,
     )  # fmt: skip
 
 
@@ -175,6 +183,7 @@ def _page_write(
     x_row, values_page, values_group, values_byte, scales_page, scales_group, scales_byte,
     size: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(keep + row):
         page, group = tl.load(page_ids + row), tl.load(groups + row)
@@ -205,6 +214,7 @@ def _write_pages(
         x, values, scales, *_dense(page_ids, groups, keep),
         x.stride(0), *values.stride(), *scales.stride(),
         size, width, latent, num_warps=_warps(width),
+        **OVERLAP,
     )  # fmt: skip
 
 
@@ -227,6 +237,7 @@ def index_key_write(
 def _ngram_write(
     token_classes, positions, row_slots, keep, ngrams, ngrams_slot, ngrams_place, length, rows, ROWS: tl.constexpr
 ):
+    after_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kept = tl.load(keep + row, mask=row < rows, other=0) != 0
     slot = tl.load(row_slots + row, mask=kept, other=0)
@@ -243,6 +254,7 @@ def ngram_write(token_classes: Tensor, positions: Tensor, row_slots: Tensor, kee
     _ngram_write[(triton.cdiv(rows, _NGRAM_ROWS),)](
         *_dense(token_classes, positions, row_slots, keep), ngrams, *ngrams.stride(), ngrams.shape[1], rows,
         _NGRAM_ROWS, num_warps=4,
+        **OVERLAP,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .formats import narrow, widen
+from .overlap import OVERLAP, after_previous
 
 
 @triton.jit
@@ -59,6 +60,7 @@ def warps(elements: int) -> int:
 
 @triton.jit
 def _rms_norm(x, weight, out, stride, SIZE: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     there = columns < SIZE
@@ -76,7 +78,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows:
         x = x if x.stride(1) == 1 else x.contiguous()
         block = triton.next_power_of_2(size)
-        _rms_norm[(rows,)](x, weight.contiguous(), out, x.stride(0), size, eps, block, num_warps=warps(block))
+        _rms_norm[(rows,)](
+            x, weight.contiguous(), out, x.stride(0), size, eps, block, num_warps=warps(block), **OVERLAP
+        )
     return out
 
 
@@ -132,6 +136,7 @@ def _rope(
     COPY_BLOCK: tl.constexpr,
     PAIRS_BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
     at = row * (HEADS * SIZE) + heads * SIZE
@@ -179,5 +184,6 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, inverse: bool) -> Tenso
         copied,
         triton.next_power_of_2(pairs),
         num_warps=warps(block * copied),
+        **OVERLAP,
     )
     return out

@@ -27,6 +27,7 @@ from torch import Tensor
 from .formats import INTERPRET, widen
 from .linear import dot
 from .norm_rope import inverse_rms, to_narrow, to_wide
+from .overlap import OVERLAP, after_previous
 
 SPLITS = 16  # of a group
 MOST_SPLITS = 64
@@ -72,6 +73,7 @@ def _mix_parts(
     BLOCK: tl.constexpr,
 ):
     """One split (LOOPS = 1) or group of splits: parts[program, row] = products with fn, then the sum of squares."""
+    after_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     channel = tl.arange(0, BLOCK)
@@ -159,6 +161,7 @@ def _mix_finish(
     COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     first = row.to(tl.int64) * COLUMNS
@@ -228,6 +231,7 @@ def hc_mix(
         block,
         num_warps=4,
         num_stages=4,
+        **OVERLAP,
     )
     tile_rows = max(1, 32 // triton.next_power_of_2(m) ** 2)  # a thread for each pair of streams
     _mix_finish[(triton.cdiv(rows, tile_rows),)](
@@ -250,6 +254,7 @@ def hc_mix(
         columns,
         triton.next_power_of_2(m),
         num_warps=1,
+        **OVERLAP,
     )
     return pre, post, comb
 
@@ -259,6 +264,7 @@ def hc_mix(
 
 @triton.jit
 def _collapse(streams, pre, out, H: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, PADDED)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -275,7 +281,7 @@ def hc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(h))
         grid = (rows, triton.cdiv(h, block))
-        _collapse[grid](streams.contiguous(), pre.contiguous(), out, h, m, triton.next_power_of_2(m), block)
+        _collapse[grid](streams.contiguous(), pre.contiguous(), out, h, m, triton.next_power_of_2(m), block, **OVERLAP)
     return out
 
 
@@ -283,6 +289,7 @@ def hc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
 def _expand(
     given, streams, post, comb, out, H: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, PADDED)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -312,5 +319,6 @@ def hc_expand(out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tenso
             m,
             triton.next_power_of_2(m),
             block,
+            **OVERLAP,
         )
     return result

@@ -274,6 +274,24 @@ def test_triton_kernels_call_nothing_of_the_triton_module(file):
             assert not [name for name in used if name.startswith("triton.")], function.name
 
 
+@pytest.mark.parametrize("file", sorted(Path(provider.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_triton_kernels_that_overlap_wait_first(file):
+    """A kernel that touches memory before it waits for the one before it is right almost always."""
+    tree = ast.parse(file.read_text())
+    kernels = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Subscript):
+            continue
+        name = ast.unparse(call.func.value)
+        if name not in kernels:
+            continue
+        body = kernels[name].body
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body = body[1:]
+        assert ast.unparse(body[0]) == "after_previous()", f"{name} does not wait first"
+        assert any(word.arg is None and ast.unparse(word.value) == "OVERLAP" for word in call.keywords), name
+
+
 def test_importing_the_kernels_imports_no_compiler():
     """On a machine without a GPU Triton and what compiles CUDA must not cost start-up time."""
     code = (
