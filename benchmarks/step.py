@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from torch import nn
 from deepinfer_plugin.kernels import select
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.engram_table import EngramTable
-from deepinfer_plugin.model.layers import Dense, FP8Weight, GroupedLinear
+from deepinfer_plugin.model.layers import Dense, GroupedLinear, JoinedLinear, Linear
 from deepinfer_plugin.model.memory import PageLayout, PagePool, StateLayout, StatePool
 from deepinfer_plugin.model.moe import Experts
 from deepinfer_plugin.model.network import Network
@@ -103,11 +104,12 @@ def floor_ms(network: Network, rows: Rows, each: int, context: int) -> float:
     modules: list[nn.Module] = [network.head]
     modules += [module for layer in network.layers for module in layer.modules()]
     for module in modules:
-        if isinstance(module, FP8Weight | GroupedLinear | Dense):
-            total += floor_us(module.weight.nbytes, 2 * module.weight.numel() * count)
+        if isinstance(module, Linear | JoinedLinear | GroupedLinear | Dense):
+            values = prod(module.prepared.shape)
+            total += floor_us(values * (2 if isinstance(module, Dense) else 1), 2 * values * count)
         elif isinstance(module, Experts):
             used = 1 - (1 - config.experts_per_token / module.slots) ** count
-            bytes_ = used * sum(value.nbytes for value in module.parameters(recurse=False))
+            bytes_ = used * module.slots * module.expert_bytes
             total += floor_us(bytes_, count * config.experts_per_token * 6 * config.hidden_size * config.expert_dim)
     for layer, ratio in enumerate(config.compress_ratios[: config.num_layers]):
         window = count / each * (config.window + each) * (config.head_dim + config.head_dim // 32)

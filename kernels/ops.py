@@ -31,6 +31,7 @@ PREPARED_FOR: Mapping[str, tuple[str, ...]] = {
     "prepare_grouped": ("grouped_linear",),
     "prepare_experts": ("moe_experts",),
     "replace_expert": ("moe_experts",),
+    "read_expert": ("moe_experts",),
 }
 
 

@@ -69,7 +69,7 @@ class WindowAttention(nn.Module):
 
     def output(self, o: Tensor, positions: Tensor) -> Tensor:
         o = self.ops.rope(o, positions, self.inv_freq, inverse=True)
-        grouped = o.reshape(o.shape[0], self.wo_a.groups, self.wo_a.weight.shape[1])
+        grouped = o.flatten(1).unflatten(1, (self.wo_a.groups, -1))
         return self.columns(self.wo_b(self.columns(self.wo_a(grouped))))
 
     def write_window(self, window: Tensor, step: Step) -> None:

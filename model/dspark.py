@@ -98,6 +98,7 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.ops = ops
         self.proj = Dense(ops, size, 1)
+        self.proj.raw = ()  # the op reads it as it is stored
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         return self.ops.confidence(hidden, embedding, self.proj.weight)

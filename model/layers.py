@@ -1,6 +1,7 @@
 """Leaf modules: parameters under their checkpoint names, computation in the op table.
 
-``prepare`` runs once after loading and lets the provider lay a weight out as its kernels want it.
+``prepare`` runs once after loading and lets the provider lay a weight out as its kernels want it. ``raw`` names the
+parameters that the module itself does not read from then on.
 """
 
 from __future__ import annotations
@@ -25,8 +26,22 @@ def blocks(channels: int) -> int:
     return -(-channels // QUANT_BLOCK)
 
 
+def lay_out(module: nn.Module) -> None:
+    """Let the provider lay out every weight below ``module``, then drop what was loaded: in memory stays what a layout
+    reads."""
+    for each in module.modules():
+        prepare: Any = getattr(each, "prepare", None)
+        if prepare is not None:
+            prepare()
+    for each in module.modules():
+        for name in getattr(each, "raw", ()):
+            setattr(each, name, None)
+
+
 class FP8Weight(nn.Module):
     """FP8 weight [N, K] with one UE8M0 scale per 32x32 tile, for whoever multiplies with it."""
+
+    raw: tuple[str, ...] = ("weight", "scale")
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -80,6 +95,8 @@ def _stacked(parts: list[Any]) -> Any:
 class GroupedLinear(nn.Module):
     """Block-diagonal FP8 weight [groups * N, K]: group g maps x[:, g] [T, K] to N outputs."""
 
+    raw: tuple[str, ...] = ("weight", "scale")
+
     def __init__(self, ops: Ops, groups: int, inputs: int, outputs: int, fp8: bool):
         super().__init__()
         self.ops, self.groups, self.fp8 = ops, groups, fp8
@@ -96,6 +113,8 @@ class GroupedLinear(nn.Module):
 
 class Dense(nn.Module):
     """bf16 weight [N, K]; the output is float32 where the model wants it (gates, compressors, heads)."""
+
+    raw: tuple[str, ...] = ("weight",)
 
     def __init__(self, ops: Ops, inputs: int, outputs: int, out_dtype: torch.dtype | None = None):
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Experts(nn.Module):
     values a byte, a UE8M0 scale per 32. ``layer``: its number in the map; ``loaded``: the experts in the slots when the
     checkpoint is read."""
 
+    raw: tuple[str, ...] = ("w13", "s13", "w2", "s2")
+
     def __init__(self, ops: Ops, config: V41Config, places: ExpertMap, layer: int, rank: int):
         super().__init__()
         self.ops, self.limit, self.inner = ops, config.swiglu_limit, config.expert_dim
@@ -46,6 +48,7 @@ class Experts(nn.Module):
         self.s13 = parameter(slots, 2 * self.inner, hidden // QUANT_BLOCK, dtype=SCALE)
         self.w2 = parameter(slots, hidden, self.inner // 2, dtype=torch.uint8)
         self.s2 = parameter(slots, hidden, self.inner // QUANT_BLOCK, dtype=SCALE)
+        self.parts = [(part.shape[1:], part.dtype) for part in (self.w13, self.s13, self.w2, self.s2)]  # of an expert
         self.prepared: Any = None
 
     def prepare(self) -> None:
@@ -64,26 +67,22 @@ class Experts(nn.Module):
     @property
     def expert_bytes(self) -> int:
         """What travels when an expert does."""
-        return sum(part[0].nbytes for part in self._stacked)
+        return sum(self._sizes)
 
     def read(self, slot: int, out: Tensor) -> None:
         """The expert in ``slot`` as bytes, uint8 [expert_bytes]."""
-        for part, piece in self._pieces(slot, out):
+        for part, piece in zip(self.ops.read_expert(self.prepared, slot), out.split(self._sizes), strict=True):
             piece.copy_(part.flatten().view(torch.uint8))
 
     def write(self, slot: int, arrived: Tensor) -> None:
         """Another expert into ``slot``, from what ``read`` made of it on another rank."""
-        for part, piece in self._pieces(slot, arrived):
-            part.flatten().view(torch.uint8).copy_(piece)
-        self.ops.replace_expert(self.prepared, slot, *(part[slot] for part in self._stacked))
+        pieces = zip(self.parts, arrived.split(self._sizes), strict=True)
+        w13, s13, w2, s2 = (piece.view(dtype).view(shape) for (shape, dtype), piece in pieces)
+        self.ops.replace_expert(self.prepared, slot, w13, s13, w2, s2)
 
     @property
-    def _stacked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.w13.data, self.s13.data, self.w2.data, self.s2.data
-
-    def _pieces(self, slot: int, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        parts = [part[slot] for part in self._stacked]
-        yield from zip(parts, packed.split([part.nbytes for part in parts]), strict=True)
+    def _sizes(self) -> list[int]:
+        return [prod(shape) * dtype.itemsize for shape, dtype in self.parts]
 
     # ---- the checkpoint ----------------------------------------------------------------------------------------------
 

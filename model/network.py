@@ -17,7 +17,7 @@ from .dspark import DSpark, Stage
 from .engram import Engram
 from .engram_table import EngramTable
 from .expert_map import ExpertMap
-from .layers import Dense, Embedding, RMSNorm
+from .layers import Dense, Embedding, RMSNorm, lay_out
 from .layout import Layout, expert_sets
 from .memory import PagePool, StatePool
 from .moe import Experts
@@ -54,7 +54,8 @@ class Layer(Block):
 class Network(nn.Module):
     """Weights under their checkpoint names; ``forward`` turns rows into final hidden states and updates both memories.
 
-    Build it inside ``torch.device(...)``, load the parameters (``parameter_slices``), then call ``prepare`` once.
+    Build it inside ``torch.device(...)``, load the parameters (``parameter_slices``), then call ``prepare`` once: those
+    that it lays out are None afterwards.
     ``parallel``: the other ranks, if this one is to hold a part; see ``model/parallel.py``.
     """
 
@@ -97,7 +98,13 @@ class Network(nn.Module):
 
     def parameter_slices(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint, or this rank's part of it (``Place``), by its name there, as the view of our
-        storage that it fills."""
+        storage that it fills.
+
+        Raises:
+            RuntimeError: after ``prepare``.
+        """
+        if self.head.weight is None:
+            raise RuntimeError("the weights are laid out and what was loaded is gone: load into a new network")
         views: dict[str, Tensor] = {}
         for prefix, module in self.named_modules():
             if isinstance(module, Experts):
@@ -108,11 +115,11 @@ class Network(nn.Module):
         return views
 
     def prepare(self) -> None:
-        """Let the provider lay out every weight; call once, after loading."""
-        for module in self.modules():
-            prepare: Any = getattr(module, "prepare", None)
-            if prepare is not None and module is not self:
-                prepare()
+        """Let the provider lay out every weight; call once, after loading. A layer at a time, so that at most one is
+        in memory twice."""
+        for part in self.children():
+            for layer in part if isinstance(part, nn.ModuleList) else [part]:
+                lay_out(layer)
 
     # ---- running ------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Mover:
         self.layers, self.places, self.group, self.chunk_bytes = layers, places, group, chunk_bytes
         self.expert_bytes = layers[0].expert_bytes
         self.leaving, self.arriving = torch.empty(
-            2, self.expert_bytes, dtype=torch.uint8, device=layers[0].w13.device
+            2, self.expert_bytes, dtype=torch.uint8, device=layers[0].ops.device
         ).unbind()
         self.rounds: list[Round] = []
         self.travelled = 0  # bytes of each expert of the first round

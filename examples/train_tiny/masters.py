@@ -52,6 +52,7 @@ def to_masters(network: Network) -> None:
     load.
     """
     for module in list(network.modules()):
+        module.raw = ()  # type: ignore[assignment]  # it is laid out anew every step
         stored = dict(module.named_parameters(recurse=False))
         if isinstance(module, FP8Weight | GroupedLinear):
             values = {"weight": formats.fp8_weight_dequant(stored["weight"], stored["scale"])}

@@ -84,6 +84,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
         gate.swiglu,
         experts.prepare_experts,
         experts.replace_expert,
+        experts.read_expert,
         experts.moe_experts,
         engram.engram_hash,
         engram.engram_gather,

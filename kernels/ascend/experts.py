@@ -20,7 +20,8 @@ from .vendor import E2M1_PAIR, E8M0, FRACTAL_NZ, op
 
 @dataclass
 class Experts:
-    """w uint8 packed e2m1, s UE8M0 as given; ``narrow`` and ``pairs`` in the layout of the grouped product."""
+    """w uint8 packed e2m1, s UE8M0 as given; ``narrow`` and ``pairs`` in the layout of the grouped product. Both are
+    kept: torch_npu documents no cast of FP4 back from the fractal layout, and experts that move are read."""
 
     w13: Tensor
     s13: Tensor
@@ -37,6 +38,8 @@ def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts
 
 
 def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    for stored, new in zip(read_expert(experts, slot), (w13, s13, w2, s2), strict=True):
+        stored.copy_(new)
     for narrow, pairs, packed, scale in (
         (experts.narrow13, experts.pairs13, w13, s13),
         (experts.narrow2, experts.pairs2, w2, s2),
@@ -44,6 +47,10 @@ def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Te
         fractal, paired = _layout(packed[None], scale[None])
         narrow[slot].copy_(fractal[0])
         pairs[slot].copy_(paired[0])
+
+
+def read_expert(experts: Experts, slot: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return experts.w13[slot], experts.s13[slot], experts.w2[slot], experts.s2[slot]
 
 
 def _layout(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

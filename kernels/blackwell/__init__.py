@@ -66,6 +66,7 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         linear.linear,
         experts.prepare_experts,
         experts.replace_expert,
+        experts.read_expert,
         experts.moe_experts,
         index.index_scores,
         attention.sparse_attention,

@@ -97,6 +97,12 @@ def pack_scales(scale: Tensor, rows: int) -> Tensor:
     return packed.copy_(words)
 
 
+def unpack_scales(packed: Tensor, channels: int) -> Tensor:
+    """Packed int32 [rows, ceil(K/128)] -> UE8M0 [rows, K/32]: ``pack_scales`` of a scale per row undone."""
+    byte = packed.flatten().view(torch.uint8).view(packed.shape[0], -1)
+    return byte[:, : channels // 32].view(torch.float8_e8m0fnu)
+
+
 def _scales(rows: int, words: int, device: torch.device, groups: tuple[int, ...] = ()) -> Tensor:
     """Uninitialised int32 [*groups, rows, words], a column padded to ``ALIGN`` rows."""
     column = -(-rows // ALIGN) * ALIGN

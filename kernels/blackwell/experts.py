@@ -8,6 +8,7 @@ rows, which the products read, say what of it is used: the padding between exper
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from .. import reference
 from ..cuda.gate import swiglu
 from . import libraries
-from .casts import cast_fp8, pack_scales
+from .casts import cast_fp8, pack_scales, unpack_scales
 from .linear import RECIPE
 
 
@@ -26,21 +27,26 @@ class Experts:
 
     gate_up: tuple[Tensor, Tensor]
     down: tuple[Tensor, Tensor]
-    wide: Any  # the reference's, for float32 activations, a profile for debugging
 
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
     def operand(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         return packed.contiguous().view(torch.int8), pack_scales(scale, packed.shape[1])
 
-    return Experts(operand(w13, s13), operand(w2, s2), reference.moe.prepare_experts(w13, s13, w2, s2))
+    return Experts(operand(w13, s13), operand(w2, s2))
 
 
 def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
     for (values, scales), packed, scale in ((experts.gate_up, w13, s13), (experts.down, w2, s2)):
         values[slot].copy_(packed.view(torch.int8))
         scales[slot].copy_(pack_scales(scale, packed.shape[0]))
-    reference.moe.replace_expert(experts.wide, slot, w13, s13, w2, s2)
+
+
+def read_expert(experts: Experts, slot: int) -> reference.moe.Expert:
+    def given(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return values[slot].view(torch.uint8), unpack_scales(scales[slot], 2 * values.shape[2])
+
+    return *given(*experts.gate_up), *given(*experts.down)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,9 @@ class Route:
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
     if x.dtype == torch.float32:
-        return reference.moe.moe_experts(x, weights, ids, experts.wide, limit)
+        slots, width, half = experts.down[0].shape
+        wide = reference.moe.experts_of(partial(read_expert, experts), slots, width, 2 * half)
+        return reference.moe.moe_experts(x, weights, ids, wide, limit)
     tokens, choices = ids.shape
     if not ids.numel():
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)

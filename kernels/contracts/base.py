@@ -60,7 +60,8 @@ def _name(dtype: torch.dtype) -> str:
 class Prepared:
     """A weight in the layout of the providers that read it, opaque to callers.
 
-    It may hold the original tensors or copies of them: after writing to those, prepare again (a single expert:
+    It holds all that its ops read: the original tensors, which are its own from then on, or copies of them. So whoever
+    drops those keeps a weight in memory once. After writing to them, prepare again (a single expert:
     ``replace_expert``).
     """
 

@@ -87,22 +87,36 @@ class MoeOps(OpTable):
         it at the same addresses.
 
         Args:
-            experts: from ``prepare_experts``. A provider may read the tensors that it was given there, so their slot
-                holds the new expert already.
+            experts: from ``prepare_experts``.
             w13, s13, w2, s2: the expert, as in ``prepare_experts`` without the first dimension. ``prepare_experts`` has
                 accepted it on some rank: scales are not looked at again, which would wait for the device.
         """
         op = "replace_expert"
-        self._layout("moe_experts", "experts", experts, "prepare_experts")
-        e, h, inner = experts.shape
-        if not 0 <= slot < e:
-            fail(op, "slot", slot, f"0..{e - 1}")
+        self._check_slot(op, experts, slot)
+        _, h, inner = experts.shape
         check(op, "w13", w13, (2 * inner, h // 2), U8)
         check(op, "s13", s13, (2 * inner, h // BLOCK), E8M0)
         check(op, "w2", w2, (h, inner // 2), U8)
         check(op, "s2", s2, (h, inner // BLOCK), E8M0)
         for provider, replace in self._prepare[op].items():
             replace(experts.data[provider], slot, w13, s13, w2, s2)
+
+    def read_expert(self, experts: Prepared, slot: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The expert in ``slot`` as ``replace_expert`` takes it: (w13, s13, w2, s2) that are laid out alike again. They
+        may be views of the layout.
+
+        The same values as those that were given, zeros with their signs; a scale that is NaN stays so, and one of a
+        block of zeros may be another.
+        """
+        op = "read_expert"
+        self._check_slot(op, experts, slot)
+        provider = self.choices["moe_experts"]
+        return self._prepare[op][provider](experts.data[provider], slot)
+
+    def _check_slot(self, op: str, experts: Prepared, slot: int) -> None:
+        self._layout("moe_experts", "experts", experts, "prepare_experts")
+        if not 0 <= slot < experts.shape[0]:
+            fail(op, "slot", slot, f"0..{experts.shape[0] - 1}")
 
     def moe_experts(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Prepared, limit: float) -> Tensor:
         """Sum of each token's routed experts.

@@ -96,6 +96,7 @@ def _cpp() -> dict[str, Callable[..., Any]]:
         index.top_groups,
         experts.prepare_experts,
         experts.replace_expert,
+        experts.read_expert,
         experts.moe_experts,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +79,6 @@ class Experts:
     down: Product
     hidden: int
     inner: int
-    wide: reference.moe.Experts  # for float32 activations
 
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
@@ -88,7 +88,6 @@ def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts
         down=pack(w2, s2, torch.arange(hidden, device=w2.device)),
         hidden=hidden,
         inner=inner,
-        wide=reference.moe.prepare_experts(w13, s13, w2, s2),
     )
 
 
@@ -98,7 +97,15 @@ def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Te
     rows = alternating(experts.inner, w13.device), torch.arange(experts.hidden, device=w2.device)
     _pack_one(w13, s13, rows[0], experts.gate_up.tiles[slot], experts.gate_up.factors[slot])
     _pack_one(w2, s2, rows[1], experts.down.tiles[slot], experts.down.factors[slot])
-    reference.moe.replace_expert(experts.wide, slot, w13, s13, w2, s2)
+
+
+def read_expert(experts: Experts, slot: int) -> reference.moe.Expert:
+    gate_up, down = experts.gate_up, experts.down
+    rows = alternating(experts.inner, gate_up.tiles.device), torch.arange(experts.hidden, device=down.tiles.device)
+    return (
+        *_unpack_one(gate_up.tiles[slot], gate_up.factors[slot], rows[0], experts.hidden),
+        *_unpack_one(down.tiles[slot], down.factors[slot], rows[1], experts.inner),
+    )
 
 
 def alternating(inner: int, device: torch.device) -> Tensor:
@@ -158,6 +165,32 @@ def _words(codes: Tensor) -> Tensor:
     return word.reshape(row_tiles, channel_tiles, -1).view(torch.uint8)
 
 
+def _unpack_one(tiles: Tensor, factor: Tensor, rows: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """What ``_pack_one`` was given: codes uint8 [N, K/2] and scales UE8M0 [N, K/32]."""
+    words, stored = tiles[..., : ROWS * CHANNELS // 2], tiles[..., ROWS * CHANNELS // 2 :]
+    by_row = stored.unflatten(-1, (ROWS, 4)).transpose(1, 2).flatten(2).flatten(0, 1)
+    excess = torch.frexp(factor).exponent - 1
+    scales = torch.where(by_row == 255, 255, by_row.to(torch.int32) - 126 + excess).to(torch.uint8)
+    place = rows.argsort()  # of each row among the tiles'
+    return _codes(words)[place, : channels // 2], scales[place, : channels // 32].view(torch.float8_e8m0fnu)
+
+
+def _codes(words: Tensor) -> Tensor:
+    """uint8 [N/64, K/128, 4096] -> [N, K/2]: ``_words`` undone."""
+    row_tiles, channel_tiles, _ = words.shape
+    # half, warp, eighth, owner, block
+    word = words.contiguous().view(torch.int32).view(row_tiles, channel_tiles, 2, 4, 8, 4, 4)
+    pairs = []  # of codes, for each step and high
+    for bits in BITS:
+        pair = torch.zeros_like(word)
+        for source, bit in zip((3, 2, 1, 0), bits, strict=True):
+            pair |= (word >> bit & 0x10001) << source  # of both half-words
+        pairs.append((pair & 15 | pair >> 12).to(torch.uint8))
+    # rows: tile, warp, half, eighth; channels: tile, block, step and high, owner
+    fields = torch.stack(pairs, -1).permute(0, 3, 2, 4, 1, 6, 7, 5)
+    return fields.reshape(row_tiles * ROWS, channel_tiles * CHANNELS // 2)
+
+
 def _scales(scales: Tensor, used: Tensor, row_tiles: int, channel_tiles: int) -> tuple[Tensor, Tensor, Tensor]:
     """UE8M0 bytes [N, K/32] -> bytes [row tiles, channel tiles, 256], [row][block], the factor taken out of them, and
     whether a scale is lost. ``used`` bool [N, K/32]: blocks that are not all zero; the others' scales do not matter.
@@ -178,7 +211,10 @@ def _scales(scales: Tensor, used: Tensor, row_tiles: int, channel_tiles: int) ->
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
     if x.dtype == torch.float32:
-        return reference.moe.moe_experts(x, weights, ids, experts.wide, limit)
+        wide = reference.moe.experts_of(
+            partial(read_expert, experts), experts.gate_up.tiles.shape[0], experts.hidden, experts.inner
+        )
+        return reference.moe.moe_experts(x, weights, ids, wide, limit)
     tokens, topk = ids.shape
     if not topk:
         return torch.zeros(tokens, experts.hidden, dtype=torch.float32, device=x.device)

@@ -40,6 +40,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
         moe.swiglu,
         moe.prepare_experts,
         moe.replace_expert,
+        moe.read_expert,
         moe.moe_experts,
         engram.engram_hash,
         engram.engram_gather,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,25 +49,48 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
     return out.to(dtype)
 
 
+Expert = tuple[Tensor, Tensor, Tensor, Tensor]  # w13, s13, w2, s2
+
+
 @dataclass
 class Experts:
+    read: Callable[[int], Expert]  # of a slot
     w13: list[Weight]  # per expert [2I, H]: gate rows, then up rows
     w2: list[Weight]  # per expert [H, I]
 
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
-    def weight(packed: Tensor, scale: Tensor) -> Weight:
-        rows, half = packed.shape
-        return Weight(rows, 2 * half, lambda part: formats.mxfp4_dequant(packed[part], scale[part]))
+    slots, hidden, half = w2.shape
+    return experts_of(lambda slot: (w13[slot], s13[slot], w2[slot], s2[slot]), slots, hidden, 2 * half)
+
+
+def experts_of(read: Callable[[int], Expert], slots: int, hidden: int, inner: int) -> Experts:
+    """Experts wherever they lie: ``read`` is asked for one when it is multiplied with. So another provider may leave
+    float32 activations, a profile for debugging, to the reference without a copy of every weight."""
+
+    def weight(slot: int, first: int, rows: int, columns: int) -> Weight:
+        def load(part: slice) -> Tensor:
+            packed, scale = read(slot)[first : first + 2]
+            return formats.mxfp4_dequant(packed[part], scale[part])
+
+        return Weight(rows, columns, load)
 
     return Experts(
-        [weight(*pair) for pair in zip(w13, s13, strict=True)], [weight(*pair) for pair in zip(w2, s2, strict=True)]
+        read,
+        [weight(slot, 0, 2 * inner, hidden) for slot in range(slots)],
+        [weight(slot, 2, hidden, inner) for slot in range(slots)],
     )
 
 
 def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    for stored, new in zip(experts.read(slot), (w13, s13, w2, s2), strict=True):
+        stored.copy_(new)
     for weight in (experts.w13[slot], experts.w2[slot]):
-        weight.refresh()  # it reads the tensors that the expert was prepared from
+        weight.refresh()
+
+
+def read_expert(experts: Experts, slot: int) -> Expert:
+    return experts.read(slot)
 
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:

@@ -11,6 +11,7 @@ from deepinfer_plugin.kernels.ascend import formats, vendor
 from deepinfer_plugin.kernels.ops import PREPARED_FOR
 from deepinfer_plugin.kernels.reference import formats as reference_formats
 
+from ..kernels import test_dense_ops
 from ..kernels.cases import BUILDERS, Case, make
 from ..kernels.test_contract import assert_close, bits
 from . import documented
@@ -105,17 +106,18 @@ def test_an_idle_rank(ops, reference, dtype, tokens):
 
 def test_a_replaced_expert(ops, reference, dtype):
     case, (w13, s13, w2, s2) = make("moe_experts", dtype, 9), make("moe_experts", dtype, 1, seed=4).args["experts"].args
-    stacked = [tensor.clone() for tensor in case.args["experts"].args]
-    prepared = [table.prepare_experts(*stacked) for table in (ops, reference)]
-    for tensor, new in zip(stacked, (w13, s13, w2, s2), strict=True):
-        tensor[3].copy_(new[3])
-    results = []
-    for served, experts in zip((ops, reference), prepared, strict=True):
-        served.replace_expert(experts, 3, *(tensor[3] for tensor in stacked))
+    stacked, results = case.args["experts"].args, []
+    for served in (ops, reference):
+        experts = served.prepare_experts(*(tensor.clone() for tensor in stacked))
+        served.replace_expert(experts, 3, *(tensor[3] for tensor in (w13, s13, w2, s2)))
         case.args["experts"] = experts
         results.append(case.run(served))
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected, bound(case, dtype))
+
+
+def test_an_expert_that_is_read(ops):
+    test_dense_ops.test_an_expert_that_is_read_is_laid_out_alike_again(ops)
 
 
 def test_one_busy_expert(ops, reference, dtype):

@@ -123,6 +123,10 @@ def test_a_replaced_expert(ops):
     test_dense_ops.test_a_replaced_expert_is_found_at_the_same_place(ops, torch.bfloat16)
 
 
+def test_an_expert_that_is_read(ops):
+    test_dense_ops.test_an_expert_that_is_read_is_laid_out_alike_again(ops)
+
+
 # ---- index scores ----------------------------------------------------------------------------------------------------
 
 

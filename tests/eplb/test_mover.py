@@ -43,7 +43,7 @@ class Meeting:
 class Slots:
     """The slots of a layer on a rank, in place of ``Experts``."""
 
-    expert_bytes, w13 = BYTES, torch.empty(0)
+    expert_bytes, ops = BYTES, SimpleNamespace(device="cpu")
 
     def __init__(self, experts, layer):
         self.held = torch.stack([content(layer, expert) for expert in experts])

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from deepinfer_plugin.kernels import cuda as provider
@@ -191,6 +193,45 @@ def test_a_replaced_expert_is_packed_as_if_it_had_been_there():
         for part in ("tiles", "factors"):
             got = getattr(getattr(prepared, product), part)
             assert torch.equal(got, getattr(getattr(want, product), part)) and got.data_ptr() == places.pop(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    inner=st.integers(1, 5).map(lambda n: 32 * n),
+    hidden=st.integers(1, 9).map(lambda n: 32 * n),
+    lowest=st.integers(0, 254 - 126),
+    span=st.integers(0, 126),
+    seed=st.integers(0, 1 << 20),
+)
+def test_an_expert_that_is_read_is_the_one_that_was_packed(inner, hidden, lowest, span, seed):
+    """Codes to the bit, scales of all blocks that are not zero. What is read is packed to the same bytes again."""
+    generator, given_parts = torch.Generator().manual_seed(seed), []
+
+    def drawn(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+
+    for n, k in ((2 * inner, hidden), (hidden, inner)):
+        codes, scales = drawn(0, 256, 2, n, k // 2), drawn(lowest, lowest + span + 1, 2, n, k // 32)
+        zero, missing = (drawn(0, 4, *scales.shape) == 0 for _ in range(2))
+        codes = torch.where(zero.repeat_interleave(16, -1), codes & 0x88, codes)
+        scales = torch.where(zero, drawn(0, 255, *scales.shape), scales).masked_fill(missing, 255)
+        given_parts += [codes, scales.view(torch.float8_e8m0fnu)]
+    packed = experts.prepare_experts(*given_parts)
+    again = experts.prepare_experts(
+        *(torch.full_like(part.view(torch.uint8), 7).view(part.dtype) for part in given_parts)
+    )
+    for slot in range(2):
+        read = experts.read_expert(packed, slot)
+        for at in (0, 2):
+            codes, scales = given_parts[at][slot], given_parts[at + 1][slot].view(torch.uint8)
+            used = ((codes & 0x77) != 0).view(*scales.shape, 16).any(-1) | (scales == 255)
+            assert torch.equal(read[at], codes)
+            assert torch.equal(read[at + 1].view(torch.uint8)[used], scales[used])
+            assert not (read[at + 1].view(torch.uint8)[~used] == 255).any()
+        experts.replace_expert(again, slot, *read)
+    for product in ("gate_up", "down"):
+        for part in ("tiles", "factors"):
+            assert torch.equal(getattr(getattr(again, product), part), getattr(getattr(packed, product), part))
 
 
 def test_gate_and_up_rows_alternate_in_eights():

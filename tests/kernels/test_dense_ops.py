@@ -226,21 +226,42 @@ def test_moe_experts_add_in_order_of_id(ops, dtype):
 
 
 def test_a_replaced_expert_is_found_at_the_same_place(ops, dtype):
-    if ops.device.type != "cpu" and (dtype == torch.float32 or ops.choices["moe_experts"] == "reference"):
-        pytest.skip("it reads the stacked tensors, and the table under test was given copies of these")
     case, other = make("moe_experts", dtype, rows=20), make("moe_experts", dtype, rows=7, seed=5)
-    old, new = ([tensor.clone() for tensor in weight(c, "experts")] for c in (case, other))
-    prepared = ops.prepare_experts(*old)
+    old, new = weight(case, "experts"), weight(other, "experts")
+    prepared = ops.prepare_experts(*(tensor.clone() for tensor in old))
     case.args["experts"] = prepared
     (before,) = case.run(ops)
-    for tensor, replacement in zip(old, new, strict=True):
-        tensor[2].copy_(replacement[2])
-    ops.replace_expert(prepared, 2, *(tensor[2] for tensor in old))
+    ops.replace_expert(prepared, 2, *(tensor[2] for tensor in new))
     (after,) = case.run(ops)
-    case.args["experts"] = ops.prepare_experts(*old)
+    mixed = [torch.stack([*a[:2], b[2], *a[3:]]) for a, b in zip(old, new, strict=True)]
+    case.args["experts"] = ops.prepare_experts(*mixed)
     assert torch.equal(after, case.run(ops)[0])
     chose = (case.args["ids"] == 2).any(-1)
     assert torch.equal(after[~chose], before[~chose]) and not torch.equal(after[chose], before[chose])
+
+
+def test_an_expert_that_is_read_is_laid_out_alike_again(ops):
+    """As it was given, and as it was put into its place; what moves to another rank is what it reads."""
+    case, other = make("moe_experts", torch.bfloat16, rows=20), make("moe_experts", torch.bfloat16, seed=5)
+    old, new = ([tensor.clone() for tensor in weight(c, "experts")] for c in (case, other))
+    for scales, slot in ((old[1], 0), (new[3], 2)):
+        scales.view(torch.uint8)[slot, 3, 1] = 255  # NaN
+    prepared = ops.prepare_experts(*(tensor.clone() for tensor in old))
+    ops.replace_expert(prepared, 2, *(tensor[2] for tensor in new))
+    read = [ops.read_expert(prepared, slot) for slot in range(E)]
+    for slot, found in enumerate(read):
+        given = [tensor[slot] for tensor in (new if slot == 2 else old)]
+        for at in (0, 2):
+            assert found[at].dtype == torch.uint8 and found[at + 1].dtype == torch.float8_e8m0fnu
+            got, want = (formats.mxfp4_dequant(*pair[at : at + 2]) for pair in (found, given))
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(got.signbit(), want.signbit()), "of zeros too"
+    case.args["experts"] = prepared
+    (straight,) = case.run(ops)
+    case.args["experts"] = ops.prepare_experts(*(torch.stack(parts) for parts in zip(*read, strict=True)))
+    torch.testing.assert_close(case.run(ops)[0], straight, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(OpError, match=rf"^read_expert: slot must be 0..{E - 1}, got {E}"):
+        ops.read_expert(prepared, E)
 
 
 def test_a_replaced_expert_is_checked_by_name(ops):

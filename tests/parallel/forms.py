@@ -19,6 +19,7 @@ from deepinfer_plugin.model.parallel import Alone, Group, Parallel, RankDivergen
 from deepinfer_plugin.model.rows import Rows
 from deepinfer_plugin.model.torch_group import TorchGroup
 from tests.eplb.placements import shuffled
+from tests.held import held_bytes
 
 # Per attention group: forwards, each a list of (sequence, rows). Groups have nothing to do at times, all of them once,
 # and rows do not divide evenly.
@@ -74,8 +75,7 @@ def follow(model: V41, group: int) -> Outcome:
         positions = torch.tensor([done[s] for s in who], dtype=torch.int64)
         slots = torch.tensor([2 - s for s in who], dtype=torch.int64)
         draft = network.dspark.draft(anchors, positions, slots, state, pages)
-    held = sum(parameter.nbytes for parameter in network.parameters())
-    return Outcome(hidden, logits, draft.tokens, draft.base_logits, draft.confidence, held)
+    return Outcome(hidden, logits, draft.tokens, draft.base_logits, draft.confidence, held_bytes(network))
 
 
 @dataclass

@@ -138,8 +138,8 @@ def _holds_what_it_says(model: V41, whole: V41, rank: int) -> bool:
         if not hasattr(here, "loaded"):
             continue
         own = here.map.placement[here.layer].reshape(here.map.ranks, -1)[rank]
-        for name in ("w13", "s13", "w2", "s2"):
-            mine, all_ = (getattr(module, name).view(torch.uint8) for module in (here, there))
-            if not torch.equal(mine, all_[own]):
+        for slot, expert in enumerate(own):
+            mine, right = here.ops.read_expert(here.prepared, slot), there.ops.read_expert(there.prepared, expert)
+            if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(mine, right, strict=True)):
                 return False
     return True
