@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +65,27 @@ def graph_us(fn: Callable[..., Any], variants: Sequence[Any] = ((),), calls: int
     """
     for variant in variants:
         fn(*variant)
-    torch.cuda.synchronize()
     rounds = -(-calls // len(variants))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def work() -> None:
         for _ in range(rounds):
             for variant in variants:
                 fn(*variant)
+
+    return replay_ms(captured(work), replays) * 1e3 / (rounds * len(variants))
+
+
+def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """The graph of ``work``, all of whose kernels have been compiled by an earlier call."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Milliseconds of a replay: the median, after one that does not count."""
     graph.replay()
     torch.cuda.synchronize()
     times = []
@@ -80,7 +96,63 @@ def graph_us(fn: Callable[..., Any], variants: Sequence[Any] = ((),), calls: int
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1e3 / (rounds * len(variants))
+    return statistics.median(times)
+
+
+class Parts:
+    """What the parts of a step take, by events inside its graph: who launches says which part is next.
+
+    An event is recorded where the part changes and costs about a microsecond, so parts add up to a little more than the
+    step does without them. Work that names no part counts with what was launched before it.
+    """
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, torch.cuda.Event]] | None = None
+
+    def next(self, name: str) -> None:
+        if self.marks is None or (self.marks and self.marks[-1][0] == name):
+            return
+        event = torch.cuda.Event(enable_timing=True, external=True)  # external: a node of the graph, timed by replays
+        event.record()
+        self.marks.append((name, event))
+
+    @contextlib.contextmanager
+    def whole(self, name: str) -> Iterator[None]:
+        """All that is launched inside is one part, whatever it calls itself."""
+        self.next(name)
+        marks, self.marks = self.marks, None
+        yield
+        self.marks = marks
+
+    def measure(self, work: Callable[[], Any], replays: int) -> dict[str, float]:
+        """Milliseconds of each part of ``work``, the median."""
+
+        def marked() -> None:
+            self.marks = marks
+            work()
+            self.next("")
+            self.marks = None
+
+        marks: list[tuple[str, torch.cuda.Event]] = []
+        try:
+            graph = captured(marked)
+            graph.replay()
+            torch.cuda.synchronize()
+            marks[0][1].elapsed_time(marks[-1][1])
+        except RuntimeError as reason:
+            print(f"no parts: {reason}"[:300])
+            self.marks = None
+            return {}
+        totals: dict[str, list[float]] = {}
+        for _ in range(replays):
+            graph.replay()
+            torch.cuda.synchronize()
+            one: dict[str, float] = {}
+            for (name, start), (_, end) in itertools.pairwise(marks):
+                one[name] = one.get(name, 0.0) + start.elapsed_time(end)
+            for name, ms in one.items():
+                totals.setdefault(name, []).append(ms)
+        return {name: statistics.median(ms) for name, ms in totals.items()}
 
 
 def machine() -> dict[str, str]:

@@ -1,45 +1,57 @@
 """A whole step of one rank on one NVIDIA GPU: random weights of the real shapes, no exchange between ranks.
 
-    python benchmarks/step.py CONFIG [--ranks 8] [--rows 64,256] [--context 4096,32768] [--each 4] [--json FILE]
+    python benchmarks/step.py CONFIG [--rows 64,256,512] [--context 4096,32768,131072] [--prefill 8192] [--json FILE]
 
 CONFIG is the config.json of a checkpoint. ``--ranks``: expert-parallel ranks, of which this one holds its share of the
 experts (a row chooses as many of them as its choices and those of the other ranks' rows would send here) and of the
-Engram tables. ``--each``: rows of a request, its newest token and the drafts that are verified with it.
+Engram tables. ``--each``: rows of a request, its newest token and the drafts that are verified with it. ``--prefill``:
+rows of a chunk that ends at the context, where that is long enough.
 
-Milliseconds are medians of replays of graphs as a server captures them, with page tables as wide as the context:
-verification with its logits, then drafting. The baseline is the same step launched op by op, in the same run. The floor
-is what the weights and the caches must move over 4.3 TB/s, or what the products need at 790 TFLOP/s (bf16) where
-that is more, part by part, both measured on an H200.
+Milliseconds are medians of replays of one graph of the whole step with its logits, page tables as wide as the context;
+drafting, which only ours does, comes apart. Parts are timed inside a graph that also has events. The baseline is the
+same step of stock kernels (``stock_step.py``) in the same run. The floor is what the weights and the caches must move
+over 4.3 TB/s, or what the products need at 790 TFLOP/s (bf16) where that is more, both measured on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
-import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from cuda_timing import floor_us, machine
-from torch import nn
+from cuda_timing import Parts, captured, floor_us, machine, replay_ms
+from torch import Tensor
 
-from deepinfer_plugin.kernels import select
+from deepinfer_plugin.kernels import Ops, select
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.engram_table import EngramTable
 from deepinfer_plugin.model.layers import Dense, GroupedLinear, JoinedLinear, Linear
 from deepinfer_plugin.model.memory import PageLayout, PagePool, StateLayout, StatePool
 from deepinfer_plugin.model.moe import Experts
 from deepinfer_plugin.model.network import Network
-from deepinfer_plugin.model.profiles import profile_named
+from deepinfer_plugin.model.profiles import PROFILES, profile_named
 from deepinfer_plugin.model.rows import Rows
-from deepinfer_plugin.runtime.graphs import DraftGraphs, EagerDraft, Graphs, StepGraphs
 
 PAGE = 128
+POOL = 1 << 22  # tokens in pages: requests beyond that share them
+PARTS = ("experts", "dense", "attention", "indexer", "mHC", "rest")
+PART_OF = {
+    **dict.fromkeys(("moe_experts",), "experts"),
+    **dict.fromkeys(("linear", "grouped_linear", "dense", "swiglu"), "dense"),
+    **dict.fromkeys(("sparse_attention", "rope", "window_pack", "window_write"), "attention"),
+    **dict.fromkeys(("compress_pair", "tail_write", "latent_write"), "attention"),
+    **dict.fromkeys(("index_scores", "candidate_blocks", "top_groups", "index_key_write"), "indexer"),
+    **dict.fromkeys(("hc_mix", "hc_collapse", "hc_expand", "rms_norm"), "mHC"),
+}
 
 
 def share(config: V41Config, ranks: int) -> V41Config:
@@ -70,10 +82,24 @@ def random_table(config: V41Config) -> EngramTable | None:
     )
 
 
-def build(config: V41Config, provider: str, device: str) -> Network:
-    """With finite random weights, laid out by the provider."""
+def in_parts(ops: Ops, parts: Parts) -> Ops:
+    """The same ops, each of which says which part of the step it belongs to."""
+
+    def named(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            parts.next(PART_OF.get(op, "rest"))
+            return run(*args)
+
+        return call
+
+    ops._run = {op: named(op, run) for op, run in ops._run.items()}
+    return ops
+
+
+def build(config: V41Config, ops: Ops, device: str, profile: str = "model") -> Network:
+    """With finite random weights, as they are loaded: not laid out yet."""
     with torch.device(device):
-        network = Network(config, select(device, provider), profile_named("model"), random_table(config))
+        network = Network(config, ops, profile_named(profile), random_table(config))
     for name, value in network.named_parameters():
         if value.dtype == torch.uint8:
             value.random_(0, 256)
@@ -85,7 +111,6 @@ def build(config: V41Config, provider: str, device: str) -> Network:
             value.fill_(1)
         else:
             value.normal_(std=0.02)
-    network.prepare()
     return network
 
 
@@ -93,46 +118,91 @@ def batch(config: V41Config, pages: PagePool, rows: int, each: int, context: int
     """``rows`` rows, ``each`` of a request that ends at ``context`` tokens."""
     device, requests = pages.pages.device, rows // each
     columns = -(-context // PAGE)
-    table = 1 + torch.randperm(requests * columns, device=device).view(requests, columns)
+    table = torch.randperm(requests * columns, device=device).view(requests, columns) % (len(pages.pages) - 1) + 1
     tokens = torch.randint(config.vocab_size, (rows,), device=device)
     return Rows.build(tokens, [context - each] * requests, [each] * requests, list(range(1, requests + 1)), table)
 
 
-def floor_ms(network: Network, rows: Rows, each: int, context: int) -> float:
-    """Of a verification: the products with weights, the caches that are read, part by part."""
-    config, count, total = network.config, rows.count, 0.0
-    modules: list[nn.Module] = [network.head]
-    modules += [module for layer in network.layers for module in layer.modules()]
-    for module in modules:
+def floor_ms(network: Network, rows: Rows, each: int, context: int) -> dict[str, float]:
+    """Of each part: the products with weights, the caches that are read."""
+    config, count, total = network.config, rows.count, dict.fromkeys(PARTS, 0.0)
+    for module in (module for layer in network.layers for module in layer.modules()):
         if isinstance(module, Linear | JoinedLinear | GroupedLinear | Dense):
             values = prod(module.prepared.shape)
-            total += floor_us(values * (2 if isinstance(module, Dense) else 1), 2 * values * count)
+            total["dense"] += floor_us(values * (2 if isinstance(module, Dense) else 1), 2 * values * count)
         elif isinstance(module, Experts):
             used = 1 - (1 - config.experts_per_token / module.slots) ** count
             bytes_ = used * module.slots * module.expert_bytes
-            total += floor_us(bytes_, count * config.experts_per_token * 6 * config.hidden_size * config.expert_dim)
+            flops = count * config.experts_per_token * 6 * config.hidden_size * config.expert_dim
+            total["experts"] += floor_us(bytes_, flops)
     for layer, ratio in enumerate(config.compress_ratios[: config.num_layers]):
         window = count / each * (config.window + each) * (config.head_dim + config.head_dim // 32)
-        chosen = min(config.index_topk, context // ratio) * count * (config.head_dim * 9 // 16) if ratio else 0
-        keys = config.window + (min(config.index_topk, context // ratio) if ratio else 0)
-        total += floor_us(window + chosen, 4 * count * config.num_heads * config.head_dim * keys)
+        visible = (rows.positions + 1) // ratio if ratio else torch.zeros_like(rows.positions)
+        chosen = visible.clamp(max=config.index_topk).sum().item()
+        flops = 4 * config.num_heads * config.head_dim * (count * config.window + chosen)
+        total["attention"] += floor_us(window + chosen * (config.head_dim * 9 // 16), flops)
         if layer in config.index_sources:
-            groups = context // ratio
-            key_bytes = config.index_head_dim // 2 + config.index_head_dim // 32
-            pairs = count * groups * config.index_heads * config.index_head_dim
-            total += floor_us(count / each * groups * key_bytes, 2 * pairs)
-    return total / 1e3
+            key_bytes = count / each * (context // ratio) * (config.index_head_dim // 2 + config.index_head_dim // 32)
+            pairs = visible.sum().item() * config.index_heads * config.index_head_dim
+            total["indexer"] += floor_us(key_bytes, 2 * pairs)
+    stream_bytes = count * config.hc_mult * config.hidden_size * 2
+    total["mHC"] = 2 * config.num_layers * floor_us(2.5 * stream_bytes, 0)  # read, written; in and out
+    logits = 1 if each == count else count
+    values = prod(network.head.prepared.shape)
+    total["rest"] = floor_us(2 * values, 2 * values * logits)
+    return {part: us / 1e3 for part, us in total.items()}
 
 
-def median_ms(work: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]) * 1e3
+def measured(work: Callable[[], Any], parts: Parts, replays: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of the graph of ``work`` and of its parts."""
+    work()
+    total = replay_ms(captured(work), replays)
+    split = parts.measure(work, replays)
+    gc.collect()
+    torch.cuda.empty_cache()  # of the graphs: others follow
+    return total, split
+
+
+class Stock:
+    """The same steps of stock kernels; why they do not run, if they do not."""
+
+    def __init__(self, network: Network, layers: int, counts: list[int], parts: Parts):
+        self.parts, self.failed = parts, ""
+        try:
+            import stock_step
+
+            self.step, self.weights = stock_step.StockStep, stock_step.StockWeights(network, layers, counts)
+        except Exception as reason:  # whatever a stock kernel fails with is what the reader wants to know
+            self.fail(reason)
+
+    def fail(self, reason: Exception) -> None:
+        traceback.print_exc()
+        self.failed = f"{type(reason).__name__}: {reason}"[:300]
+
+    def measure(self, rows: Rows, each: int, context: int, replays: int) -> dict[str, Any]:
+        one: dict[str, Any] = {}
+        for name, fp8 in (("stock_default", False), ("stock_best", True)):
+            if self.failed:
+                return {**one, "stock_failed": self.failed}
+            try:
+                step = self.step(self.weights, rows, each, context, self.parts, fp8)
+                one[f"{name}_ms"], one[f"{name}_parts"] = measured(step, self.parts, replays)
+            except Exception as reason:
+                self.fail(reason)
+        return one
+
+
+HEAD = "| rows | context | ours ms | drafting | stock, default | stock, best | best / ours | floor | ours / floor |"
+
+
+def line(one: dict[str, Any]) -> str:
+    default, best = (f"{one[name]:.2f}" if name in one else "" for name in ("stock_default_ms", "stock_best_ms"))
+    drafting = f"{one['drafting_ms']:.2f}" if "drafting_ms" in one else ""
+    over = f"{one['stock_best_ms'] / one['ours_ms']:.2f}" if "stock_best_ms" in one else ""
+    return (
+        f"| {one['rows']} | {one['context']} | {one['ours_ms']:.2f} | {drafting} | {default} | {best} | {over} "
+        f"| {one['floor_ms']:.2f} | {one['ours_ms'] / one['floor_ms']:.2f} |"
+    )
 
 
 @torch.inference_mode()
@@ -140,49 +210,60 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rows", default="64,256")
-    parser.add_argument("--context", default="4096,32768")
+    parser.add_argument("--profile", choices=PROFILES, default="model")
+    parser.add_argument("--rows", default="64,256,512")
+    parser.add_argument("--context", default="4096,32768,131072")
+    parser.add_argument("--prefill", type=int, default=8192)
     parser.add_argument("--each", type=int, default=4)
+    parser.add_argument("--stock-layers", type=int, default=3, help="whose weights the stock step rotates through")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     released = V41Config.from_dict(json.loads(args.config.read_text()))
-    counts, contexts = sorted(map(int, args.rows.split(","))), sorted(map(int, args.context.split(",")))
-    start = time.perf_counter()
-    network = build(share(released, args.ranks), "cuda", "cuda")
+    counts, contexts = ([int(number) for number in given.split(",")] for given in (args.rows, args.context))
+    parts, start = Parts(), time.perf_counter()
+    network = build(share(released, args.ranks), in_parts(select("cuda", profile=args.profile), parts), "cuda", args.profile)
     print(f"{machine()}\nbuilt in {time.perf_counter() - start:.0f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
-    requests = counts[-1] // args.each
-    layout = PageLayout.of(network.config, PAGE)
-    pages = PagePool.allocate(layout, 1 + requests * -(-contexts[-1] // PAGE), "cuda")
-    pages.pages.bitwise_and_(0x77)
-    state = StatePool(StateLayout.of(network.config), requests + 1, "cuda")
-    captures, found = Graphs(), []
-    print(f"{'rows':>5} {'context':>8} {'ours':>8} {'drafting':>9} {'eager':>8} {'x':>6} {'floor':>8} {'x floor':>8}")
-    for context in contexts:
-        for count in counts:
-            rows = batch(network.config, pages, count, args.each, context)
-            step = StepGraphs(captures, network, pages, state, (count,), (rows.page_table.shape[1],))
-            drafts = DraftGraphs(captures, network.dspark, pages, state, (count // args.each,))
+    points = [(count, args.each, context) for count in counts for context in contexts]
+    points += [(args.prefill, args.prefill, context) for context in contexts if 0 < args.prefill <= context]
+    tokens = max(count // each * context for count, each, context in points)
+    pages = PagePool.allocate(PageLayout.of(network.config, PAGE), 1 + -(-min(tokens, POOL) // PAGE), "cuda")
+    pages.pages.random_(0, 256).bitwise_and_(0x77)
+    state = StatePool(StateLayout.of(network.config), max(counts) // args.each + 1, "cuda")
+    sizes = sorted({count for count, _, _ in points})
+    stock = Stock(network, args.stock_layers, sizes, parts)
+    network.prepare()  # not before: it drops what was loaded
+    found = []
+    print(f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB with stock\n{HEAD}\n{'| --- ' * 9}|", flush=True)
+    for count, each, context in points:
+        rows = batch(network.config, pages, count, each, context)
+        prefill, replays = each == count, 10 if each < count else 3
+
+        def step(rows: Rows = rows, prefill: bool = prefill) -> Tensor:
+            # What a Rows derives from its fields is computed by the graph, as in a server: a new one every time.
+            hidden = network(dataclasses.replace(rows), pages, state)
+            with parts.whole("rest"):
+                return network.logits(hidden[-1:] if prefill else hidden)
+
+        ours, ours_parts = measured(step, parts, replays)
+        print(f"ours, {count} rows at {context}: {ours:.2f} ms", file=sys.stderr)  # the stock step may yet end the run
+        floor = floor_ms(network, rows, each, context)
+        one = {"rows": count, "context": context, "prefill": prefill, "ours_ms": ours, "floor_ms": sum(floor.values())}
+        one |= {"ours_parts": ours_parts, "floor_parts": floor}
+        if network.dspark is not None and not prefill:
             inputs = rows.token_ids[rows.last], rows.positions[rows.last] + 1, rows.slots
-            eager = EagerDraft(network.dspark, pages, state)
-            one = {
-                "rows": count,
-                "context": context,
-                "ours_ms": median_ms(lambda: network.logits(step(rows)), 20),  # noqa: B023
-                "drafting_ms": median_ms(lambda: drafts(*inputs), 20),  # noqa: B023
-                "eager_ms": median_ms(lambda: network.logits(network(rows, pages, state)), 3),  # noqa: B023
-                "eager_drafting_ms": median_ms(lambda: eager(*inputs), 3),  # noqa: B023
-                "floor_ms": floor_ms(network, rows, args.each, context),
-            }
-            found.append(one)
-            ours, slow = one["ours_ms"] + one["drafting_ms"], one["eager_ms"] + one["eager_drafting_ms"]
-            print(
-                f"{count:>5} {context:>8} {one['ours_ms']:>8.2f} {one['drafting_ms']:>9.2f} {slow:>8.2f} "
-                f"{slow / ours:>6.2f} {one['floor_ms']:>8.2f} {one['ours_ms'] / one['floor_ms']:>8.2f}",
-                flush=True,
-            )
-            if args.json:
-                args.json.write_text(json.dumps({**machine(), "ranks": args.ranks, "steps": found}, indent=2) + "\n")
+            draft = lambda: network.dspark.draft(*inputs, state, pages, None)  # noqa: B023, E731
+            draft()
+            one["drafting_ms"] = replay_ms(captured(draft), replays)
+        one |= stock.measure(rows, each, context, replays)
+        found.append(one)
+        print(line(one), flush=True)
+        for name in ("ours", "stock_default", "stock_best", "floor"):
+            split = one.get(f"{name}_parts", {})
+            print(f"  {name:14}" + "".join(f" {part} {split.get(part, 0):.2f}" for part in PARTS), flush=True)
+        if args.json:
+            options = {"ranks": args.ranks, "each": args.each, "profile": args.profile}
+            args.json.write_text(json.dumps({**machine(), **options, "steps": found}, indent=1) + "\n")
     return 0
 
 

@@ -70,28 +70,15 @@ def experts_flashinfer(fp8: bool) -> Callable[..., Made]:
     ``--flashinfer-mxfp4-moe-precision fp8``. Tuned on the largest batch first."""
 
     def make(x: Tensor, weights: Tensor, ids: Tensor, raw: tuple[Tensor, Tensor, Tensor, Tensor]) -> Made:
-        import flashinfer.fused_moe as fused
         from flashinfer.autotuner import autotune
-        from flashinfer.fused_moe.core import ActivationType
 
-        w13, s13, w2, s2 = raw
         if fp8 not in _laid_out:
             _laid_out.clear()
-            _laid_out[fp8] = _flashinfer_layout(fused, fp8, w13, s13, w2, s2)
-        first, second, scales, options = _laid_out[fp8]
-        out = torch.empty_like(x)
-        limit = torch.full((w13.shape[0],), 10.0, device=x.device)
+            _laid_out[fp8] = flashinfer_layout(fp8, *raw)
         chosen = ids.to(torch.int32)  # of all ranks: it takes its own
 
         def call() -> Tensor:
-            fused.cutlass_fused_moe(
-                input=x, token_selected_experts=chosen, token_final_scales=weights, fc1_expert_weights=first,
-                fc2_expert_weights=second, output_dtype=torch.bfloat16, quant_scales=scales, input_sf=None,
-                swiglu_limit=limit, tp_size=1, tp_rank=0, ep_size=8, ep_rank=0, use_w4_group_scaling=True,
-                use_mxfp8_act_scaling=False, activation_type=ActivationType.Swiglu, tune_max_num_tokens=8192,
-                output=out, use_fused_finalize=True, **options,
-            )  # fmt: skip
-            return out
+            return flashinfer_experts(x, weights, chosen, _laid_out[fp8], ranks=8)
 
         if fp8 not in _tuned:
             _tuned.add(fp8)
@@ -107,7 +94,28 @@ _laid_out: dict[bool, Any] = {}
 _tuned: set[bool] = set()
 
 
-def _flashinfer_layout(fused: Any, fp8: bool, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Any:
+def flashinfer_experts(x: Tensor, weights: Tensor, ids: Tensor, layout: Any, ranks: int = 1) -> Tensor:
+    """bf16 [T, H] of ids int32 [T, k] among the experts of all ranks, of which the first rank's are laid out."""
+    from flashinfer.fused_moe import cutlass_fused_moe
+    from flashinfer.fused_moe.core import ActivationType
+
+    first, second, scales, limit, options = layout
+    out = torch.empty_like(x)
+    cutlass_fused_moe(
+        input=x, token_selected_experts=ids, token_final_scales=weights, fc1_expert_weights=first,
+        fc2_expert_weights=second, output_dtype=torch.bfloat16, quant_scales=scales, input_sf=None,
+        swiglu_limit=limit, tp_size=1, tp_rank=0, ep_size=ranks, ep_rank=0, use_w4_group_scaling=True,
+        use_mxfp8_act_scaling=False, activation_type=ActivationType.Swiglu, tune_max_num_tokens=8192,
+        output=out, use_fused_finalize=True, **options,
+    )  # fmt: skip
+    return out
+
+
+def flashinfer_layout(fp8: bool, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Any:
+    """The experts as ``flashinfer_experts`` reads them."""
+    import flashinfer.fused_moe as fused
+
+    limit = torch.full((w13.shape[0],), 10.0, device=w13.device)
     inner = w13.shape[1] // 2
     up_first = torch.cat((w13[:, inner:], w13[:, :inner]), 1).contiguous()
     bytes13 = s13.view(torch.uint8)
@@ -125,13 +133,13 @@ def _flashinfer_layout(fused: Any, fp8: bool, w13: Tensor, s13: Tensor, w2: Tens
             b.view(torch.int32),
             (row2 * 64.0).contiguous(),
         ]
-        return first, second, scales, {"use_wfp4afp8_humming": True}
+        return first, second, scales, limit, {"use_wfp4afp8_humming": True}
     weights = [fused.interleave_moe_weights_for_sm90_mixed_gemm(each.contiguous(), "fp4") for each in (up_first, w2)]
     scales = [
         fused.interleave_moe_scales_for_sm90_mixed_gemm(each, group_size=32).view(torch.int32)
         for each in (scale13, scale2)
     ]
-    return *weights, scales, {}
+    return *weights, scales, limit, {}
 
 
 def _float32_experts(x: Tensor, weights: Tensor, ids: Tensor, raw: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
