@@ -222,7 +222,8 @@ def main() -> int:
     released = V41Config.from_dict(json.loads(args.config.read_text()))
     counts, contexts = ([int(number) for number in given.split(",")] for given in (args.rows, args.context))
     parts, start = Parts(), time.perf_counter()
-    network = build(share(released, args.ranks), in_parts(select("cuda", profile=args.profile), parts), "cuda", args.profile)
+    ops = in_parts(select("cuda", profile=args.profile), parts)
+    network = build(share(released, args.ranks), ops, "cuda", args.profile)
     print(f"{machine()}\nbuilt in {time.perf_counter() - start:.0f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
     points = [(count, args.each, context) for count in counts for context in contexts]
     points += [(args.prefill, args.prefill, context) for context in contexts if 0 < args.prefill <= context]
