@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +14,7 @@ from . import jit
 from .jit import SHARED_BYTES
 
 ROWS, CHANNELS = 64, 128  # of a weight tile
+BLOCK = 4  # tiles of neighbouring rows that lie together
 TILE_BYTES = ROWS * CHANNELS // 2 + ROWS * CHANNELS // 32
 GROUP = 8  # tokens of a core matrix; an expert begins at a multiple
 # Where the four bits of a code (sign, exponent, exponent, mantissa) lie in a half-word, for each of its four codes.
@@ -42,13 +44,13 @@ FEW, MANY = Tiling(64, 8, 4, 1, 64), Tiling(256, 32, 2, 65, 1 << 30)
 class Product:
     """The weights of one product, for all experts."""
 
-    tiles: Tensor  # uint8 [experts, row tiles, channel tiles, TILE_BYTES]
+    tiles: Tensor  # uint8 [experts, row tiles / BLOCK, channel tiles, BLOCK, TILE_BYTES]
     factors: Tensor  # float32 [experts], powers of two taken out of the scales
     nan_scales: bool
 
     def kernel(self, tiling: Tiling, topk: int, gated: bool, out: int) -> tuple[jit.Kernel, int]:
         """The kernel, and the bytes of shared memory it wants."""
-        experts, row_tiles, channel_tiles, _ = self.tiles.shape
+        experts, blocks, channel_tiles = self.tiles.shape[:3]
         stage = tiling.warpgroups * TILE_BYTES + tiling.columns * CHANNELS * 2
         static = 4 * (experts + 1) + (2 * 4 * tiling.warpgroups * tiling.columns if gated else 0) + 1024  # and barriers
         stages = min(12, (SHARED_BYTES - static) // stage)
@@ -59,7 +61,7 @@ class Product:
             EXPERTS=experts,
             TOPK=topk,
             K=channel_tiles * CHANNELS,
-            ROW_TILES=row_tiles,
+            ROW_TILES=blocks * BLOCK,
             WARPGROUPS=tiling.warpgroups,
             GATED=int(gated),
             NMAX=tiling.columns,
@@ -121,8 +123,7 @@ def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
         ValueError: the scales of an expert are too far apart for one factor.
     """
     experts, _, half = codes.shape
-    row_tiles, channel_tiles = -(-rows.shape[0] // ROWS), -(-2 * half // CHANNELS)
-    tiles = torch.empty(experts, row_tiles, channel_tiles, TILE_BYTES, dtype=torch.uint8, device=codes.device)
+    tiles = empty_tiles(experts, rows.shape[0], 2 * half, codes.device)
     factors = torch.empty(experts, dtype=torch.float32, device=codes.device)
     if codes.is_meta:  # only shapes are asked for
         return Product(tiles, factors, nan_scales=False)
@@ -135,15 +136,38 @@ def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
     return Product(tiles, factors, bool((scales.view(torch.uint8) == 255).any()))
 
 
+def empty_tiles(experts: int, rows: int, channels: int, device: torch.device) -> Tensor:
+    shape = experts, -(-rows // (BLOCK * ROWS)), -(-channels // CHANNELS), BLOCK, TILE_BYTES
+    return torch.empty(shape, dtype=torch.uint8, device=device)
+
+
+def fill(tiles: Tensor, words: Tensor, scales: Tensor) -> None:
+    """words uint8 [row tiles, channel tiles, 4096] and scales uint8 [rows, K/32] into the ``tiles`` of an expert."""
+    blocks, channel_tiles = tiles.shape[:2]
+    by_row = tiles.transpose(1, 2)  # [blocks, BLOCK, channel tiles, bytes]
+    by_row[..., : ROWS * CHANNELS // 2] = words.unflatten(0, (blocks, BLOCK))
+    by_row[..., ROWS * CHANNELS // 2 :].unflatten(-1, (ROWS, 4)).copy_(
+        scales.view(blocks, BLOCK, ROWS, channel_tiles, 4).transpose(2, 3)
+    )
+
+
+def spread(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """The words and scales that ``fill`` put into the ``tiles`` of an expert."""
+    by_row = tiles.transpose(1, 2).flatten(0, 1)  # [row tiles, channel tiles, bytes]
+    words, scales = by_row.split((ROWS * CHANNELS // 2, ROWS * CHANNELS // 32), -1)
+    return words, scales.unflatten(-1, (ROWS, 4)).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def _pack_one(codes: Tensor, scales: Tensor, rows: Tensor, tiles: Tensor, factor: Tensor) -> Tensor:
     """One expert into its tiles and its factor; whether a scale is lost, bool []."""
-    (row_tiles, channel_tiles, _), half = tiles.shape, codes.shape[1]
-    padded = torch.zeros(row_tiles * ROWS, channel_tiles * CHANNELS // 2, dtype=torch.uint8, device=codes.device)
+    (blocks, channel_tiles), half = tiles.shape[:2], codes.shape[1]
+    padded = torch.zeros(blocks * BLOCK * ROWS, channel_tiles * CHANNELS // 2, dtype=torch.uint8, device=codes.device)
     padded[: rows.shape[0], :half] = codes[rows]
-    tiles[..., : ROWS * CHANNELS // 2] = _words(padded)
     used = ((padded[: rows.shape[0], :half] & 0x77) != 0).view(rows.shape[0], -1, 16).any(-1)
-    stored, taken, lost = _scales(scales.view(torch.uint8)[rows], used, row_tiles, channel_tiles)
-    tiles[..., ROWS * CHANNELS // 2 :] = stored
+    stored, taken, lost = _scales(scales.view(torch.uint8)[rows], used)
+    padded_scales = torch.zeros(padded.shape[0], channel_tiles * 4, dtype=torch.uint8, device=codes.device)
+    padded_scales[: rows.shape[0], : stored.shape[1]] = stored
+    fill(tiles, _words(padded), padded_scales)
     factor.copy_(taken)
     return lost
 
@@ -167,10 +191,9 @@ def _words(codes: Tensor) -> Tensor:
 
 def _unpack_one(tiles: Tensor, factor: Tensor, rows: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     """What ``_pack_one`` was given: codes uint8 [N, K/2] and scales UE8M0 [N, K/32]."""
-    words, stored = tiles[..., : ROWS * CHANNELS // 2], tiles[..., ROWS * CHANNELS // 2 :]
-    by_row = stored.unflatten(-1, (ROWS, 4)).transpose(1, 2).flatten(2).flatten(0, 1)
+    words, stored = spread(tiles)
     excess = torch.frexp(factor).exponent - 1
-    scales = torch.where(by_row == 255, 255, by_row.to(torch.int32) - 126 + excess).to(torch.uint8)
+    scales = torch.where(stored == 255, 255, stored.to(torch.int32) - 126 + excess).to(torch.uint8)
     place = rows.argsort()  # of each row among the tiles'
     return _codes(words)[place, : channels // 2], scales[place, : channels // 32].view(torch.float8_e8m0fnu)
 
@@ -191,9 +214,9 @@ def _codes(words: Tensor) -> Tensor:
     return fields.reshape(row_tiles * ROWS, channel_tiles * CHANNELS // 2)
 
 
-def _scales(scales: Tensor, used: Tensor, row_tiles: int, channel_tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-    """UE8M0 bytes [N, K/32] -> bytes [row tiles, channel tiles, 256], [row][block], the factor taken out of them, and
-    whether a scale is lost. ``used`` bool [N, K/32]: blocks that are not all zero; the others' scales do not matter.
+def _scales(scales: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """UE8M0 bytes [N, K/32] -> the bytes to store, the factor taken out of them, and whether a scale is lost. ``used``
+    bool [N, K/32]: blocks that are not all zero; the others' scales do not matter.
 
     A code in bf16's own bits is 2^-126 of its value, so the stored byte is the exponent of 2^126 times the scale. That
     fits up to a scale of 2; a matrix with larger ones is scaled down as a whole. 255 stays NaN.
@@ -203,10 +226,7 @@ def _scales(scales: Tensor, used: Tensor, row_tiles: int, channel_tiles: int) ->
     excess = (finite.max() - LARGEST_SCALE).clamp(min=0)
     lost = (used & (finite < excess)).any()
     stored = torch.where(scales == 255, 255, (finite - excess).clamp(min=0) + 126).to(torch.uint8)
-    padded = torch.zeros(row_tiles * ROWS, channel_tiles * 4, dtype=torch.uint8, device=scales.device)
-    padded[: scales.shape[0], : scales.shape[1]] = stored
-    by_tile = padded.view(row_tiles, ROWS, channel_tiles, 4).transpose(1, 2)
-    return by_tile.reshape(row_tiles, channel_tiles, -1), torch.exp2(excess.to(torch.float32)), lost
+    return stored, torch.exp2(excess.to(torch.float32)), lost
 
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
@@ -239,14 +259,15 @@ def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: floa
     counts = torch.empty(count, dtype=torch.int32, device=x.device)
     order = torch.empty(groups * GROUP, dtype=torch.int32, device=x.device)
     in_order = torch.empty(groups * GROUP, dtype=torch.float32, device=x.device)
+    whose = torch.empty(groups, dtype=torch.int32, device=x.device)
     gathered = torch.empty(groups * GROUP, padded(experts.hidden), dtype=x.dtype, device=x.device)
-    # Padding must be zero: its weights are, but a NaN times zero is not.
-    make = torch.empty if padded(experts.inner) == experts.inner else torch.zeros
-    hidden = make(groups * GROUP, padded(experts.inner), dtype=x.dtype, device=x.device)
+    hidden = torch.empty(groups * GROUP, padded(experts.inner), dtype=x.dtype, device=x.device)
     down = torch.empty(pairs, experts.hidden, dtype=x.dtype, device=x.device)
 
-    route.launch((count,), 512, 0, ids, weights, begins, counts, order, in_order, tokens)
-    gather.launch((groups, -(-padded(experts.hidden) // 1024)), 256, 0, x, begins, order, gathered, experts.hidden)
+    route.launch((count,), 512, 0, ids, weights, begins, counts, order, in_order, whose, tokens)
+    gather.launch(
+        (groups, -(-padded(experts.hidden) // 1024)), 256, 0, x, begins, counts, order, whose, gathered, experts.hidden
+    )
     blocks = jit.multiprocessors(x.device)
     tilings = (FEW,) if tokens <= FEW.most else (FEW, MANY)  # a token chooses an expert once
     for product, gated, left, result in (
@@ -257,9 +278,9 @@ def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: floa
             kernel, shared = product.kernel(tiling, topk, gated, result.shape[1])
             kernel.launch(
                 (blocks,), 128 * (tiling.warpgroups + 1), shared, product.tiles, product.factors, begins, counts,
-                order, in_order, left, result, float(limit),
+                order, in_order, left, result, float(limit if limit > 0 else math.inf),
             )  # fmt: skip
-    combine.launch((tokens,), 256, 0, down, ids, out, experts.hidden)
+    combine.launch((tokens,), min(1024, -(-experts.hidden // 256) * 32), 0, down, ids, out, experts.hidden)
 
 
 def padded(channels: int) -> int:

@@ -29,6 +29,11 @@ __device__ __forceinline__ uint4 load_shared16(u32 address) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
     return r;
 }
+__device__ __forceinline__ float2 load_shared8(u32 address) {
+    float2 r;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address));
+    return r;
+}
 __device__ __forceinline__ u32 load_shared4(u32 address) {
     u32 r;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address));

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ class Source:
 
     @property
     def body(self) -> str:
-        return (FOLDER / self.file).read_text()
+        """The file, with the files of this folder that it includes."""
+        text = (FOLDER / self.file).read_text()
+        return re.sub(r'^#include "(.+)"$', lambda found: (FOLDER / found[1]).read_text(), text, flags=re.MULTILINE)
 
 
 def wgmma(n: int) -> str:

@@ -30,7 +30,7 @@ SHAPES = [
 
 def product(tiling: experts.Tiling, gated: bool) -> jit.Kernel:
     """Of all 384 experts on one device."""
-    shape = (384, 72, 40, 0) if gated else (384, 80, 18, 0)
+    shape = (384, 18, 40, 4, 0) if gated else (384, 20, 18, 4, 0)
     weights = experts.Product(torch.empty(shape, device="meta"), torch.empty(384), nan_scales=False)
     return weights.kernel(tiling, 6, gated, 2304 if gated else 5120)[0]
 
@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
 
 def unpack(product: experts.Product, expert: int) -> Tensor:
     """What the lanes of a warpgroup make of the tiles, with the bit operations of ``dequantise`` in experts.cu."""
-    tiles = product.tiles[expert]
+    tiles = product.tiles[expert].transpose(1, 2).flatten(0, 1)
     row_tiles, channel_tiles, _ = tiles.shape
     words = (
         tiles[..., :4096].contiguous().view(torch.int32).view(row_tiles, channel_tiles, 2, 4, 8, 4, 4).to(torch.int64)

@@ -1,0 +1,283 @@
+// What both classes of the routed experts share (experts.cu, the exact one, and experts_fp8.cu, the fast one): routing,
+// the pieces of work, the ring of stages and the thread that fills it, the sum over a token's experts.
+//
+// A product is computed transposed, weights x tokens. A warpgroup takes 64 weight rows as the left operand: FP4 codes
+// come from shared memory, are dequantised in registers and feed wgmma from there; the tokens of the expert are the
+// right operand, in shared memory, as many columns as the expert has tokens, in steps of STEP up to NMAX. So a product
+// costs what its tokens cost, not a fixed tile, and at few tokens the kernel is a stream of weights.
+//
+// Blocks are persistent: WARPGROUPS warpgroups share the tokens of a piece of work, and a thread beside them copies
+// weights and tokens ahead, 128 channels a stage, STAGES deep, on into the next piece. What a stage takes is
+// contiguous, because it was laid out so: one bulk copy of weights and one of tokens, which complete on its barrier. (A
+// copy costs its thread some 130 cycles. With one for each tile and each group of tokens it was the bottleneck.)
+//
+// Weights, laid out once by ``pack``: [expert][4 tiles][128 channels][tile]; a tile of 64 rows is 4,096 bytes of codes
+// in the order of the lanes, then 256 of scales. Tokens, by ``gather`` and by the first product: [expert]
+// [128 channels][group of eight tokens], a group as the core matrices that wgmma reads.
+//
+// In the first product gate and up rows alternate in eights, so that a lane holds both for its channel, and the 32
+// channels of a tile are one FP8 block of the result: SwiGLU, the routing weight and the FP8/32 cast happen before
+// anything is stored. The sum over K of a token has one order, whatever shares its tile.
+//
+// Macros: EXPERTS, TOPK, K (padded to 128), ROW_TILES (of 64 weight rows, a multiple of four), WARPGROUPS, GATED (first
+// product), NMAX, STEP, STAGES, OUT (row length of the output), NAN_SCALES (some weight scale is NaN), FEWEST and MOST
+// (tokens of the experts that this kernel serves; others are left alone). The class defines TOKEN, the bytes of a
+// channel of a token, and SCALED, whether tokens have a float32 scale for each stage: [expert][128 channels][token].
+
+constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+// Registers of a lane that computes and of one that copies. Together they must be what the block was given at its
+// start: a warp that asks for more waits forever.
+constexpr int GIVEN = 65536 / THREADS / 8 * 8;
+constexpr int COMPUTING = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : 240, COPYING = WARPGROUPS == 2 ? 24 : 32;
+static_assert(CONSUMERS * COMPUTING + 128 * COPYING <= THREADS * GIVEN, "");
+constexpr int K_TILES = K / 128, BLOCKS = ROW_TILES / WARPGROUPS;
+static_assert(ROW_TILES % 4 == 0, "four tiles lie together");
+constexpr int CODES = 4096, TILE = CODES + 256;
+constexpr int GROUP = 8 * 128 * TOKEN;  // bytes of eight tokens x 128 channels
+constexpr int TOKENS = WARPGROUPS * TILE, SCALES = TOKENS + NMAX / 8 * GROUP;  // where they are in a stage
+constexpr int STAGE = SCALES + SCALED * NMAX * 4;
+
+using Slot = Ring<STAGES>;
+
+// ---- formats -----------------------------------------------------------------------------------------------------
+
+constexpr u32 MAGNITUDES = 0x7FFF7FFFu;  // of two bf16 values
+__device__ __forceinline__ u32 max_each(u32 a, u32 b) {
+    u32 r;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 min_each(u32 a, u32 b) {
+    u32 r;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+// FP8/32 scales, 2^ceil(log2(max(amax, 1e-4) / 448)), of two largest magnitudes; all of them bf16. 448 is 1.75 x 2^8,
+// and 1e-4 has the scale of 448 x 2^-22. A NaN or an infinity gives 2^120, the largest: who asks has to look.
+__device__ __forceinline__ u32 fp8_scales(u32 amax) {
+    return (min_each(max_each(amax, 0x38E038E0u), 0x7F807F80u) + 0x001F001Fu & 0x7F807F80u) - 0x04000400u;
+}
+__device__ __forceinline__ bool low_is_number(u32 amax) { return (amax & 0xFFFF) < 0x7F80; }
+__device__ __forceinline__ bool high_is_number(u32 amax) { return amax < 0x7F800000u; }
+__device__ __forceinline__ float or_nan(bool number, float x) { return number ? x : __uint_as_float(0x7FFFFFFFu); }
+// Of a scale in the upper half of a word.
+__device__ __forceinline__ float reciprocal(u32 scale) { return __uint_as_float(0x7F000000u - scale); }
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+// ---- routing -----------------------------------------------------------------------------------------------------
+
+// One block per expert: its pairs (token, choice), in order, behind those of all lower experts. Every expert begins at
+// a multiple of eight: ``begins`` [EXPERTS + 1], ``counts`` [EXPERTS]. ``experts`` [groups]: whose a group of eight is.
+static_assert(TOPK <= 32, "combine has a lane for each");
+extern "C" __global__ void __launch_bounds__(512) route(
+    const i64* __restrict__ ids, const float* __restrict__ weights, int* __restrict__ begins, int* __restrict__ counts,
+    int* __restrict__ order, float* __restrict__ sorted, int* __restrict__ experts, i64 tokens) {
+    __shared__ int all[EXPERTS];
+    __shared__ int sums[16];
+    // A warp takes a run of pairs, 32 at a time, so that their order is the order of lanes.
+    const int expert = blockIdx.x, pairs = (int)tokens * TOPK, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int run = (pairs + 16 * 32 - 1) / (16 * 32) * 32;
+    const int first = min(warp * run, pairs), last = min(first + run, pairs);
+    for (int i = threadIdx.x; i < EXPERTS; i += 512) all[i] = 0;
+    __syncthreads();
+    int mine = 0;
+    #pragma unroll 8
+    for (int i = first + lane; i < last; i += 32) {
+        const int id = (int)ids[i];
+        mine += id == expert;
+        if (id >= 0 && id < expert) atomicAdd(&all[id], 1);
+    }
+    #pragma unroll
+    for (int step = 1; step < 32; step *= 2) mine += __shfl_xor_sync(~0u, mine, step);
+    if (lane == 0) sums[warp] = mine;
+    __syncthreads();
+    int begin = 0, at = 0, count = 0;
+    for (int e = lane; e < expert; e += 32) begin += (all[e] + 7) / 8 * 8;
+    #pragma unroll
+    for (int step = 1; step < 32; step *= 2) begin += __shfl_xor_sync(~0u, begin, step);
+    #pragma unroll
+    for (int w = 0; w < 16; w++) {
+        if (w < warp) at += sums[w];
+        count += sums[w];
+    }
+    if (threadIdx.x == 0) {
+        begins[expert] = begin, counts[expert] = count;
+        if (expert == EXPERTS - 1) begins[EXPERTS] = begin + (count + 7) / 8 * 8;
+    }
+    at += begin;
+    for (int i = first + lane; i - lane < last; i += 32 * 8) {
+        bool here[8];
+        #pragma unroll
+        for (int j = 0; j < 8; j++) here[j] = i + 32 * j < last && (int)ids[i + 32 * j] == expert;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const u32 found = __ballot_sync(~0u, here[j]);
+            if (here[j]) {
+                const int to = at + __popc(found & ((1u << lane) - 1));
+                order[to] = i + 32 * j, sorted[to] = weights[i + 32 * j];
+            }
+            at += __popc(found);
+        }
+    }
+    if (threadIdx.x < (8 - count % 8) % 8)
+        order[begin + count + threadIdx.x] = -1, sorted[begin + count + threadIdx.x] = 0.f;
+    for (int i = threadIdx.x; 8 * i < count; i += 512) experts[begin / 8 + i] = expert;
+}
+
+// ---- pieces of work -----------------------------------------------------------------------------------------------
+
+// Tokens of an expert: where they begin, in groups of eight, and how many groups they are.
+struct Run {
+    int begin, groups;
+    __device__ __forceinline__ Run(int begin, int count) : begin(begin / 8), groups((count + 7) / 8) {}
+    // Of ``tiles`` times 128 channels: the place of a group of the whole batch.
+    __device__ __forceinline__ i64 place(int tiles, int tile, int group) const {
+        return (i64)begin * tiles + tile * groups + (group - begin);
+    }
+};
+
+struct Item {  // up to NMAX tokens of an expert, from position ``first``, times the weight rows of a block
+    int expert, block, first, count;
+    Run run;
+    __device__ __forceinline__ int columns() const { return (count + STEP - 1) / STEP * STEP; }
+};
+
+struct Schedule {
+    const int *begins, *counts, *first_item;  // first_item [EXPERTS + 1]: pieces of work before each expert
+
+    __device__ __forceinline__ bool has(int index) const { return index < first_item[EXPERTS]; }
+    __device__ __forceinline__ Item item(int index) const {  // anything beyond the last one
+        int low = 0, high = EXPERTS;  // the last expert that begins at or before index
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (first_item[middle] <= index) low = middle;
+            else high = middle;
+        }
+        const int within = index - first_item[low], all = counts[low];
+        const int pieces = max(1, (all + NMAX - 1) / NMAX), piece = within % pieces;
+        return {low, within / pieces, begins[low] + piece * NMAX, min(NMAX, all - piece * NMAX), Run(begins[low], all)};
+    }
+};
+
+// ---- the pipeline ------------------------------------------------------------------------------------------------
+
+struct Pipeline {  // in shared memory: barriers of full and of empty stages, and the stages
+    u32 full, empty, base;
+
+    __device__ __forceinline__ u32 wait(const Slot& slot) const {  // the stage, filled
+        barrier_wait(full + 8 * slot.index, slot.parity);
+        return base + slot.index * STAGE;
+    }
+    // Descriptor of a stage's tokens. From one lane: it lives in registers of the warp, and so do sums with it.
+    __device__ __forceinline__ u64 tokens(int index) const {
+        return descriptor(__shfl_sync(~0u, base + index * STAGE + TOKENS, 0), 128, GROUP);
+    }
+    __device__ __forceinline__ void release(int index) const {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * index);
+    }
+};
+
+// Before anything else: barriers, and how many pieces of work there are before each expert.
+__device__ __forceinline__ void start(const Pipeline& pipeline, const int* counts, int* first_item) {
+    if (threadIdx.x < 32) {  // a scan by one warp
+        int sum = 0;
+        for (int base = 0; base < EXPERTS; base += 32) {
+            const int expert = base + threadIdx.x;
+            const int count = expert < EXPERTS ? counts[expert] : 0;
+            int mine = count >= FEWEST && count <= MOST ? (count + NMAX - 1) / NMAX * BLOCKS : 0;
+            const int own = mine;
+            #pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, mine, step);
+                if (threadIdx.x >= step) mine += other;
+            }
+            if (expert < EXPERTS) first_item[expert] = sum + mine - own;
+            sum += __shfl_sync(~0u, mine, 31);
+        }
+        if (threadIdx.x == 0) first_item[EXPERTS] = sum;
+    } else if (threadIdx.x < 32 + STAGES) {
+        barrier_init(pipeline.full + 8 * (threadIdx.x - 32), 1);
+        barrier_init(pipeline.empty + 8 * (threadIdx.x - 32), CONSUMERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+}
+
+// The copying thread.
+__device__ __forceinline__ void copy_ahead(
+    const Pipeline& pipeline, const Schedule& schedule, const u8* weights, const u8* x, const float* scales) {
+    Slot slot;
+    slot.parity = 1;  // the first round finds every stage empty
+    for (int index = blockIdx.x; schedule.has(index); index += gridDim.x) {
+        const Item work = schedule.item(index);
+        const int tile = work.block * WARPGROUPS, groups = (work.count + 7) / 8;
+        const u8* from = weights + ((i64)work.expert * ROW_TILES + tile / 4 * 4) * (K_TILES * TILE) + tile % 4 * TILE;
+        for (int k = 0; k < K_TILES; k++, slot.next()) {
+            const u32 barrier = pipeline.full + 8 * slot.index, stage = pipeline.base + slot.index * STAGE;
+            const i64 place = work.run.place(K_TILES, k, work.first / 8);
+            barrier_wait(pipeline.empty + 8 * slot.index, slot.parity);
+            barrier_expect(barrier, WARPGROUPS * TILE + groups * (GROUP + SCALED * 32));
+            bulk_copy(stage, from + k * (4 * TILE), WARPGROUPS * TILE, barrier);
+            bulk_copy(stage + TOKENS, x + place * GROUP, groups * GROUP, barrier);
+            if (SCALED) bulk_copy(stage + SCALES, scales + place * 8, groups * 32, barrier);
+        }
+    }
+}
+
+// ---- weights -----------------------------------------------------------------------------------------------------
+
+struct Weights {  // of a lane and a stage: its two rows
+    uint4 words[2];
+    u32 scales[2];
+
+    __device__ __forceinline__ void load(u32 codes) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            words[half] = load_shared16(codes + 16 * (threadIdx.x % 128) + 2048 * half);
+            scales[half] = load_shared4(codes + CODES + 4 * (16 * warp + lane / 4 + 8 * half));
+        }
+    }
+    __device__ __forceinline__ u32 word(int half, int block) const {
+        return block == 0 ? words[half].x : block == 1 ? words[half].y : block == 2 ? words[half].z : words[half].w;
+    }
+};
+
+// ---- sum ---------------------------------------------------------------------------------------------------------
+
+// One block per token, a thread for eight channels: its choices in ascending order of expert, added in float32.
+extern "C" __global__ void __launch_bounds__(1024, 2) combine(
+    const u16* down, const i64* ids, float* out, i64 channels) {
+    const i64 token = blockIdx.x;
+    const int lane = threadIdx.x % 32, id = lane < TOPK ? (int)ids[token * TOPK + lane] : -1;
+    int choice[TOPK], count = 0;
+    #pragma unroll
+    for (int n = 0, previous = -1; n < TOPK; n++) {  // the smallest id above the last one taken
+        const u32 next = __reduce_min_sync(~0u, id > previous ? (u32)id : ~0u);
+        if (next == ~0u) break;
+        choice[n] = __ffs(__ballot_sync(~0u, id == (int)next)) - 1;
+        previous = (int)next, count++;
+    }
+    for (int at = threadIdx.x * 8; at < channels; at += blockDim.x * 8) {
+        float sum[8] = {};
+        #pragma unroll
+        for (int n = 0; n < TOPK; n++)
+            if (n < count) {
+                const uint4 eight = *(const uint4*)(down + (token * TOPK + choice[n]) * channels + at);
+                const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+                #pragma unroll
+                for (int i = 0; i < 4; i++) sum[2 * i] += low_float(pairs[i]), sum[2 * i + 1] += high_float(pairs[i]);
+            }
+        float4* to = (float4*)(out + token * channels + at);
+        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+}
