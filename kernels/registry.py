@@ -34,9 +34,11 @@ class Provider:
     device: str | None = None  # the only device type it is for, if there is one
     check: Callable[[Ops], None] | None = None  # asked when a table with its ops is made for an accelerator
     profiles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # op -> the only rounding profiles it serves
+    fast: bool = False  # ops of another provider, less exactly: automatic choice takes them in those profiles only
 
 
 _PROVIDERS: list[Provider] = [
+    Provider("cuda-fast", cuda.unavailable, cuda.fast_ops, "cuda", profiles=cuda.FAST_PROFILES, fast=True),
     Provider("cuda", cuda.unavailable, cuda.ops, "cuda", identity.check),
     Provider("blackwell", blackwell.unavailable, blackwell.ops, "cuda", identity.check, blackwell.PROFILES),
     Provider("ascend", ascend.unavailable, ascend.ops, "npu", identity.check),
@@ -83,7 +85,7 @@ def select(
             its ops. On a CPU the reference fills every gap. On any other device it never does by itself: a torch
             reference in float64 is right but so slow that running it there must be asked for.
         force: op -> provider name, before all else.
-        profile: the rounding profile of the model; None: not known, anything goes.
+        profile: the rounding profile of the model; None: not known, anything goes but what is only fast.
         check: on an accelerator, ask the providers' own checks, which use it; False for a process that must not.
 
     Raises:
@@ -108,7 +110,7 @@ def select(
             raise ValueError(f"kernel provider {name!r} cannot serve {device}: {reasons[name]}; legal: {legal}")
 
     order = _order(device, provider, tables)
-    choices = {op: found for op in OP_NAMES if (found := _first(order, op, tables))} | force
+    choices = {op: found for op in OP_NAMES if (found := _first(order, op, tables, profile))} | force
     for op, name in force.items():
         if op not in tables[name]:
             able = ", ".join(other for other, ops in tables.items() if op in ops)
@@ -149,8 +151,9 @@ def _order(device: torch.device, provider: str, tables: Tables) -> list[str]:
     return [name for name in tables if name != "reference" or device.type == "cpu"]
 
 
-def _first(order: list[str], op: str, tables: Tables) -> str | None:
-    return next((name for name in order if op in tables[name]), None)
+def _first(order: list[str], op: str, tables: Tables, profile: str | None = None) -> str | None:
+    passed_over = {known.name for known in _PROVIDERS if known.fast and profile not in known.profiles.get(op, ())}
+    return next((name for name in order if name not in passed_over and op in tables[name]), None)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,12 @@ def test_what_a_call_asks_for_is_what_was_built(deepinfer, compiled):
     assert index._select(torch.empty(3, 8192, dtype=torch.bfloat16), 0).source in compiled.sources
 
 
+def test_a_profile_with_fast_ops_needs_those(deepinfer, compiled):
+    assert deepinfer("build", "--profile", "deepinfer", *SMALL)[0] == 0
+    assert {(d["EXPERTS"], d["TOPK"]) for d in defines(compiled, "experts_fp8.cu")} == {(384, 6), (128, 3)}
+    assert not defines(compiled, "experts.cu")
+
+
 def test_longer_contexts_need_more(deepinfer, compiled, tiny):
     assert deepinfer("build", tiny, *SMALL)[0] == 0
     few = set(compiled.sources)

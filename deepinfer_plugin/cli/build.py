@@ -118,7 +118,7 @@ def _network(config: V41Config, ranks: int, redundant: int, profile: str) -> Net
                 offsets=numbers(layers, sizes * engram.heads),
             )
         network = Network(
-            config, ahead.ops(), rounding, table, _parallel(config, ranks, redundant) if ranks > 1 else None
+            config, ahead.ops(profile), rounding, table, _parallel(config, ranks, redundant) if ranks > 1 else None
         )
         network.prepare()
     return network

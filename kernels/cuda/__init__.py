@@ -36,6 +36,22 @@ def unserved(device: torch.device, capability: str, served: Callable[[tuple[int,
     return None
 
 
+FAST_PROFILES = {"moe_experts": ("deepinfer",)}  # op -> profiles; FP8 tensor cores are not what others ask for
+
+
+def fast_ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
+    """Op -> implementation of the fast class: FP8 tensor cores, which add with fewer bits."""
+    return every_fast_op() if device.type == "cuda" else {}
+
+
+def every_fast_op() -> dict[str, Callable[..., Any]]:
+    from . import experts_fp8
+
+    return _by_name(
+        experts_fp8.prepare_experts, experts_fp8.replace_expert, experts_fp8.read_expert, experts_fp8.moe_experts
+    )
+
+
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation; on a CPU those that Triton can interpret."""
     return every_op() if device.type == "cuda" else _triton()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..ops import OP_NAMES, Ops
-from . import CAPABILITY, MULTIPROCESSORS, every_op, jit
+from . import CAPABILITY, FAST_PROFILES, MULTIPROCESSORS, every_fast_op, every_op, jit
 from .jit import SHARED_BYTES
 
 THREADS = 1024  # of a block
@@ -97,6 +97,8 @@ def compiling(capability: tuple[int, int] = CAPABILITY) -> Iterator[Kernels]:
         driver._active = before
 
 
-def ops() -> Ops:
-    """The op table of this provider for meta tensors; for use inside ``compiling``."""
-    return Ops(torch.device("meta"), dict.fromkeys(OP_NAMES, "cuda"), {"cuda": every_op()})
+def ops(profile: str | None = None) -> Ops:
+    """The op table of this folder's providers for meta tensors, chosen as ``select`` does for Hopper; for use inside
+    ``compiling``."""
+    choices = {op: "cuda-fast" if profile in FAST_PROFILES.get(op, ()) else "cuda" for op in OP_NAMES}
+    return Ops(torch.device("meta"), choices, {"cuda": every_op(), "cuda-fast": every_fast_op()})

@@ -25,6 +25,11 @@ def tables() -> tuple[Ops, Ops]:
     return select("cuda"), select("cuda", "reference")
 
 
+@pytest.fixture(scope="module")
+def fast() -> Ops:
+    return select("cuda", profile="deepinfer")
+
+
 @pytest.fixture(autouse=True)
 def poisoned():
     """Memory that the allocator hands out is full of NaN, so an output that is not written shows."""
@@ -96,6 +101,52 @@ def test_experts_with_any_number_of_tokens(tables, tokens, skew):
     alone = torch.cat([ours.moe_experts(x[i : i + 1], weights[i : i + 1], ids[i : i + 1],
                                         ours.prepare_experts(*raw), 10.0) for i in range(min(tokens, 3))])  # fmt: skip
     assert torch.equal(alone, got[:3])
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 65, 130, 700])
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_fast_experts_with_any_number_of_tokens(tables, fast, tokens, skew):
+    """The bound is wide for sums that are right to 1e-4: such a difference moves some of the values between the two
+    products across a boundary of bf16 and FP8, and those are then off by one in 8."""
+    assert fast.choices["moe_experts"] == "cuda-fast"
+    exact, reference = tables
+    count, hidden, inner, topk = 11, 320, 288, 4
+    raw = experts(count, hidden, inner)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    taste = torch.rand(tokens, count + 3, device="cuda") + skew * torch.rand(count + 3, device="cuda")
+    ids = taste.topk(topk, -1).indices
+    ids = torch.where(ids < count, ids, -1)
+    weights = torch.rand(tokens, topk, device="cuda")
+    prepared = fast.prepare_experts(*raw)
+    got = fast.moe_experts(x, weights, ids, prepared, 10.0)
+    for other in (exact, reference):
+        want = other.moe_experts(x, weights, ids, other.prepare_experts(*raw), 10.0)
+        error = ((got - want).norm() / want.norm()).item()
+        assert error < 8e-3, error
+    assert torch.equal(got, fast.moe_experts(x, weights, ids, prepared, 10.0))
+    for i in range(min(tokens, 5)):
+        part = slice(i, i + 1)
+        assert torch.equal(fast.moe_experts(x[part], weights[part], ids[part], prepared, 10.0), got[part])
+
+
+def test_fast_experts_with_scales_far_apart(tables, fast):
+    """Blocks 2^-47 below the largest of their row; a NaN scale; a NaN and an infinity in x."""
+    reference = tables[1]
+    raw = [each.clone() for each in experts(3, 128, 64)]
+    raw[1].view(torch.uint8).random_(100, 147)
+    raw[3].view(torch.uint8).random_(90, 130)
+    x = torch.randn(9, 128, device="cuda", dtype=torch.bfloat16) * 1e-3
+    ids = torch.arange(9, device="cuda")[:, None] % 3
+    weights = torch.ones(9, 1, device="cuda")
+    for poison in (False, True):
+        if poison:
+            raw[1].view(torch.uint8)[1, 5, 2] = 255
+            x[4, 40], x[5, 3] = torch.nan, torch.inf
+        got = fast.moe_experts(x, weights, ids, fast.prepare_experts(*raw), 10.0)
+        want = reference.moe_experts(x, weights, ids, reference.prepare_experts(*raw), 10.0)
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isfinite(), want.isfinite())
+        seen = want.isfinite()
+        assert (got[seen] - want[seen]).norm() < 2e-3 * want[seen].norm()
 
 
 def test_experts_beyond_the_range_of_one_factor(tables):

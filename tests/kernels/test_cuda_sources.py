@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer_plugin.kernels import cuda as provider
 from deepinfer_plugin.kernels import providers
-from deepinfer_plugin.kernels.cuda import experts, fp8_linear, index, jit, linear
+from deepinfer_plugin.kernels.cuda import experts, experts_fp8, fp8_linear, index, jit, linear
 from deepinfer_plugin.kernels.reference import formats
 
 SHAPES = [
@@ -28,17 +28,21 @@ SHAPES = [
 ]
 
 
-def product(tiling: experts.Tiling, gated: bool) -> jit.Kernel:
-    """Of all 384 experts on one device."""
-    shape = (384, 18, 40, 4, 0) if gated else (384, 20, 18, 4, 0)
-    weights = experts.Product(torch.empty(shape, device="meta"), torch.empty(384), nan_scales=False)
-    return weights.kernel(tiling, 6, gated, 2304 if gated else 5120)[0]
+def product(tiling: experts.Tiling | None, gated: bool) -> jit.Kernel:
+    """Of all 384 experts on one device; no tiling: the fast class."""
+    shape, out = ((384, 18, 40, 4, 0), 2304) if gated else ((384, 20, 18, 4, 0), 5120)
+    tiles = torch.empty(shape, device="meta")
+    if tiling is None:
+        return experts_fp8.Product(tiles, torch.empty(384), nan_scales=True).kernel(6, gated, out)[0]
+    return experts.Product(tiles, torch.empty(384), nan_scales=False).kernel(tiling, 6, gated, out)[0]
 
 
 SHAPES += [
     ("experts, few tokens", product(experts.FEW, True)),
     ("experts, many tokens", product(experts.MANY, True)),
     ("experts, down", product(experts.MANY, False)),
+    ("experts, fast", product(None, True)),
+    ("experts, fast, down", product(None, False)),
 ]
 SHAPES += [
     ("linear, few rows", fp8_linear.kernels(8, False).product),
@@ -47,6 +51,8 @@ SHAPES += [
 ]
 # Two sums in registers: what does not fit is kept from one split to the next, outside of the loop over channels.
 MOST_SPILLED = {"linear, prefill": 256}
+# Shared memory of a token in a stage: 128 channels.
+TOKEN_BYTES = {"experts.cu": 256, "experts_fp8.cu": 128 + 4}
 
 
 @pytest.mark.parametrize(("name", "kernel"), SHAPES, ids=[name for name, _ in SHAPES])
@@ -61,8 +67,8 @@ def test_compiles_for_hopper(name, kernel):
     static = [int(found) for found in re.findall(r"(\d+) bytes smem", report)]
     macros = dict(kernel.source.defines)
     dynamic = 0
-    if kernel.source.file == "experts.cu":
-        dynamic = macros["STAGES"] * (macros["WARPGROUPS"] * 4352 + macros["NMAX"] * 256)
+    if token := TOKEN_BYTES.get(kernel.source.file, 0):
+        dynamic = macros["STAGES"] * (macros["WARPGROUPS"] * 4352 + macros["NMAX"] * token)
     elif kernel.source.file == "fp8_linear.cu":
         dynamic = fp8_linear.kernels(macros["WIDTH"], bool(macros["LOOPS"])).shared
     assert max(static) + dynamic <= jit.SHARED_BYTES, "what a block of Hopper has"
@@ -171,7 +177,8 @@ def test_scales_that_one_factor_cannot_hold_are_refused():
     torch.testing.assert_close(unpack(packed, 1)[:64, :128], want, rtol=0, atol=0)
 
 
-def test_a_replaced_expert_is_packed_as_if_it_had_been_there():
+@pytest.mark.parametrize("layout", [experts, experts_fp8], ids=["exact", "fast"])
+def test_a_replaced_expert_is_packed_as_if_it_had_been_there(layout):
     generator, inner, hidden = torch.Generator().manual_seed(3), 96, 192
     shapes = ((3, 2 * inner, hidden), (3, hidden, inner))
 
@@ -183,12 +190,12 @@ def test_a_replaced_expert_is_packed_as_if_it_had_been_there():
         return [part for c, s in zip(codes, scales, strict=True) for part in (c, s.view(torch.float8_e8m0fnu))]
 
     old, new = drawn(), drawn()
-    prepared = experts.prepare_experts(*old)
+    prepared = layout.prepare_experts(*old)
     places = [
         part.data_ptr() for product in (prepared.gate_up, prepared.down) for part in (product.tiles, product.factors)
     ]
-    experts.replace_expert(prepared, 1, *(part[1] for part in new))
-    want = experts.prepare_experts(*(torch.stack([a[0], b[1], a[2]]) for a, b in zip(old, new, strict=True)))
+    layout.replace_expert(prepared, 1, *(part[1] for part in new))
+    want = layout.prepare_experts(*(torch.stack([a[0], b[1], a[2]]) for a, b in zip(old, new, strict=True)))
     for product in ("gate_up", "down"):
         for part in ("tiles", "factors"):
             got = getattr(getattr(prepared, product), part)
@@ -248,6 +255,63 @@ def test_gate_and_up_rows_alternate_in_eights():
             rows = 64 * tile + 16 * warp
             assert torch.equal(got[rows : rows + 8], want[:inner][channels])
             assert torch.equal(got[rows + 8 : rows + 16], want[inner:][channels])
+
+
+# ---- the layout of the fast class ------------------------------------------------------------------------------------
+
+
+def unpack_fp8(product: experts_fp8.Product, expert: int) -> Tensor:
+    """What the lanes of a warpgroup make of the tiles, with the bit operations of ``dequantise`` in experts_fp8.cu."""
+    tiles = product.tiles[expert].transpose(1, 2).flatten(0, 1)
+    row_tiles, channel_tiles, _ = tiles.shape
+    words = tiles[..., :4096].contiguous().view(torch.int32).view(row_tiles, channel_tiles, 2, 4, 8, 4, 4)
+    words = words.to(torch.int64) & 0xFFFFFFFF  # [.., half, warp, lane / 4, lane % 4, block]
+    scales = tiles[..., 4096:].view(row_tiles, channel_tiles, 4, 2, 8, 1, 4).transpose(2, 3).to(torch.int64)
+    tables = 0x14100800 + scales * 0x08080800, 0x24201C18 + scales * 0x08080808
+    table = torch.stack([half >> shift & 0xFF for half in tables for shift in (0, 8, 16, 24)], -1)
+    table = torch.where(scales[..., None] == 255, 0x7F, table).expand(*words.shape, 8)
+    magnitudes = torch.stack([words >> 4 * nibble & 7 for nibble in range(8)], -1)
+    signs = torch.stack([(words << 4 * high) >> shift & 0x80 for high in range(2) for shift in (0, 8, 16, 24)], -1)
+    values = (table.gather(-1, magnitudes) | signs).to(torch.uint8).view(torch.float8_e4m3fn).double()
+    values = values.unflatten(-1, (2, 4))  # row tile, channel tile, half, warp, eighth, owner, block, high, code
+    values = values.permute(0, 3, 2, 4, 1, 6, 7, 5, 8).reshape(row_tiles * 64, channel_tiles * 128)
+    return values * product.factors[expert].double()[:, None]
+
+
+@pytest.mark.parametrize(("rows", "channels"), [(256, 128), (192, 160), (96, 320)])
+def test_fast_weights_are_the_weights(rows, channels):
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 256, (3, rows, channels // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 12, (3, rows, channels // 32), dtype=torch.uint8, generator=generator)
+    scales += torch.randint(0, 240, (3, rows, 1), dtype=torch.uint8, generator=generator)  # each row by itself
+    codes[0, 3, :16], scales[0, 3, 0] = 0x80, 254  # a block of zeros: its scale, however wild, is nobody's
+    scales[2, 5, 1] = 255
+    order = torch.randperm(rows, generator=generator)
+    packed = experts_fp8.pack(codes, scales.view(torch.float8_e8m0fnu), order)
+    assert packed.nan_scales
+    for expert in range(3):
+        got, want = unpack_fp8(packed, expert), formats.mxfp4_dequant(codes[expert], scales[expert])[order].double()
+        torch.testing.assert_close(got[:rows, :channels], want, rtol=0, atol=0, equal_nan=True)
+        assert not got[rows:].any() and not got[:, channels:].any(), "padding is zero"
+
+
+def test_fast_weights_far_below_the_largest_are_rounded():
+    """To the nearest of the grid of 2^-11 of the row's largest scale, ties to even codes."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (1, 256, 256), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 120, (1, 256, 16), dtype=torch.uint8, generator=generator)
+    got = unpack_fp8(experts_fp8.pack(codes, scales.view(torch.float8_e8m0fnu), torch.arange(256)), 0)
+    want = formats.mxfp4_dequant(codes[0], scales[0]).double()
+    least = torch.exp2(scales[0].double().amax(-1, keepdim=True) - 127 - 11)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    grid = torch.cat((-grid[1:], grid))
+    below = torch.exp2(scales[0].double() - 127).repeat_interleave(32, 1) < least
+    assert below.any() and torch.equal(got[~below], want[~below])
+    distance = (got - want).abs() / least
+    nearest = (want[..., None] / least[..., None] - grid).abs().amin(-1)
+    assert torch.equal(distance[below], nearest[below]) and distance.max() == 0.25
+    ties = below & (want.abs() / least == 0.75)
+    assert ties.any() and torch.equal(got[ties].abs(), least.expand_as(got)[ties])
 
 
 # ---- the layout of FP8 weights ---------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepinfer_plugin.kernels import OP_NAMES, Provider, providers, register, select, table, unregister
+from deepinfer_plugin.kernels import OP_NAMES, Provider, cuda, providers, register, select, table, unregister
+from deepinfer_plugin.kernels.ops import PREPARED_FOR
 from deepinfer_plugin.kernels.reference import OPS
 
 UNAVAILABLE = {
+    "cuda-fast": "it needs an NVIDIA GPU",
     "cuda": "it needs an NVIDIA GPU",
     "blackwell": "it needs an NVIDIA GPU",
     "ascend": "it needs an Ascend 950",
@@ -38,6 +40,7 @@ def fast():
 def test_the_reference_serves_everything_on_cpu():
     assert set(select().choices.values()) == {"reference"} and tuple(select().choices) == OP_NAMES
     assert [provider.name for provider in providers()] == [
+        "cuda-fast",
         "cuda",
         "blackwell",
         "ascend",
@@ -91,12 +94,12 @@ def test_off_cpu_the_reference_must_be_asked_for():
     [
         (
             ("cpu", "cude"),
-            "'cude' is unknown; legal: auto, fast, cuda, blackwell, .*, ascend-flashmla, reference",
+            "'cude' is unknown; legal: auto, fast, cuda-fast, cuda, blackwell, .*, ascend-flashmla, reference",
         ),
         (("cpu", "auto", {"densee": "fast"}), "op 'densee' cannot be forced; legal: linear, dense"),
         (
             ("cpu", "auto", {"dense": "slow"}),
-            "'slow' forced for dense is unknown; legal: fast, cuda, .*, ascend-flashmla, reference",
+            "'slow' forced for dense is unknown; legal: fast, cuda-fast, cuda, .*, ascend-flashmla, reference",
         ),
         (("cpu", "auto", {"linear": "fast"}), "'fast' has no linear on cpu; legal: reference"),
         (
@@ -130,6 +133,29 @@ def test_a_provider_that_rounds_otherwise_is_refused():
         assert select("cpu", "reference", profile="model").choices["dense"] == "reference"
     finally:
         unregister("other")
+
+
+def test_a_fast_provider_is_for_its_profiles_only():
+    profiles = {"dense": ("deepinfer",)}
+    register(Provider("quick", lambda device: None, lambda device: OPS, profiles=profiles, fast=True))
+    try:
+        chosen = select("cpu", profile="deepinfer").choices
+        assert {op for op, name in chosen.items() if name == "quick"} == {"dense"}
+        for profile in (None, "model"):
+            assert set(select("cpu", profile=profile).choices.values()) == {"reference"}
+        assert all(row.chosen == "reference" for row in table("cpu")[0])
+        assert select("cpu", force={"dense": "quick"}).choices["dense"] == "quick"
+        with pytest.raises(ValueError, match=r"dense of kernel provider 'quick' does not round as profile 'model'"):
+            select("cpu", force={"dense": "quick"}, profile="model")
+    finally:
+        unregister("quick")
+
+
+def test_fast_ops_of_hopper():
+    """Chosen for the profiles that they name, and each has what prepares its weights."""
+    ops = cuda.every_fast_op()
+    assert set(cuda.FAST_PROFILES) == set(ops) & set(OP_NAMES)
+    assert set(ops) - set(OP_NAMES) == {name for name, of in PREPARED_FOR.items() if set(of) & set(ops)}
 
 
 def test_table_for_the_doctor(fast):

@@ -1,0 +1,267 @@
+// Routed experts, fast class: products of e4m3 tokens with MXFP4 weights on FP8 tensor cores. How: experts.cuh.
+//
+// All scales are powers of two, so nothing has to be multiplied every 32 channels. An e2m1 code times the scale of its
+// block is an e4m3 value, exactly, over 12 binades, which end at the largest scale of the row (experts_fp8.py rounds
+// what is below). Dequantisation looks it up: eight e4m3 magnitudes, two registers, are a linear function of the
+// exponent. A token has one scale for 128 channels, the largest of its FP8/32 scales there: exact again, but for what
+// falls below 2^-9 of it; the error is less than 2^-17 of the largest value. So a stage of 128 channels is a plain
+// product.
+//
+// These tensor cores align the products of a sum to its largest and keep some 14 bits. So the sum of a stage is all
+// they make; it is multiplied by the tokens' scales and added in float32.
+//
+// The four tiles of a block are 128 channels of the second product: they agree on one scale per token.
+
+constexpr int TOKEN = 1, SCALED = 1;
+#include "experts.cuh"
+static_assert(WARPGROUPS == 4, "a block is 128 channels of the second product");
+
+__device__ __forceinline__ void consumers_barrier() { asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory"); }
+
+// ---- formats -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 halves(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+// What FP8/32 leaves of two values, given in units of their scales, as e4m3 under scales that are coarser by ``ratio``.
+__device__ __forceinline__ u16 fp8_pair(float low, float high, u32 ratio) {
+    u16 codes;
+    u32 halves;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(ratio));
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
+    return codes;
+}
+
+// __byte_perm masks the selector, which these have been.
+__device__ __forceinline__ u32 select_bytes(u32 a, u32 b, u32 selector) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+}
+
+// One word: eight codes of a row under one scale, half of the left operand of a wgmma step. A nibble's lower three bits
+// are a magnitude, the first four codes in the lower half. The sign bits of these lie where bytes have theirs, those of
+// the other four a shift away. ``scale``: exponent above the least, 0 to 11.
+__device__ __forceinline__ void dequantise(u32 word, u32 scales, int block, u32& low, u32& high) {
+    const u32 scale = __byte_perm(scales, 0, 0x4440 + block);
+    u32 small = 0x14100800u + scale * 0x08080800u, large = 0x24201C18u + scale * 0x08080808u;
+#if NAN_SCALES
+    if (scale == 255) small = large = 0x7F7F7F7Fu;
+#endif
+    const u32 magnitudes = word & 0x77777777u;
+    low = select_bytes(small, large, magnitudes) | word & 0x80808080u;
+    high = select_bytes(small, large, magnitudes >> 16) | word << 4 & 0x80808080u;
+}
+
+// ---- tokens ------------------------------------------------------------------------------------------------------
+
+// A warp per group of eight positions and 128 channels, a lane per position and 32 channels: e4m3 and a scale.
+extern "C" __global__ void __launch_bounds__(256) gather(
+    const u16* x, const int* begins, const int* counts, const int* order, const int* experts, u8* out, float* scales,
+    i64 channels) {
+    const int group = blockIdx.x, lane = threadIdx.x % 32, tile = blockIdx.y * 8 + threadIdx.x / 32;
+    if (8 * group >= begins[EXPERTS] || tile >= K_TILES) return;
+    const int pair = order[8 * group + lane % 8], channel = 128 * tile + lane / 8 * 32;
+    const bool any = pair >= 0 && channel < channels;
+    const uint4* row = (const uint4*)(x + (i64)(pair / TOPK) * channels + channel);
+    const int expert = experts[group];
+    const i64 place = Run(begins[expert], counts[expert]).place(K_TILES, tile, group);
+    u32 pairs[16], amax = 0;
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint4 raw = any ? row[i] : make_uint4(0, 0, 0, 0);
+        pairs[4 * i] = raw.x, pairs[4 * i + 1] = raw.y, pairs[4 * i + 2] = raw.z, pairs[4 * i + 3] = raw.w;
+    }
+    #pragma unroll
+    for (int i = 0; i < 16; i++) amax = max_each(amax, pairs[i] & MAGNITUDES);
+    amax = max(amax << 16, amax & 0xFFFF0000u);
+    u32 whole = max(amax, __shfl_xor_sync(~0u, amax, 8));
+    whole = max(whole, __shfl_xor_sync(~0u, whole, 16));
+    const u32 scale = fp8_scales(amax) & 0xFFFF0000u, whole_scale = fp8_scales(whole) & 0xFFFF0000u;
+    const float inverse = reciprocal(scale), finer = __uint_as_float(scale) * reciprocal(whole_scale);
+    const u32 ratio = halves(finer, finer);
+    u32 words[8];
+    #pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const u32 codes = fp8_pair(low_float(pairs[i]) * inverse, high_float(pairs[i]) * inverse, ratio);
+        words[i / 2] = i % 2 ? words[i / 2] | codes << 16 : codes;
+    }
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        *(uint4*)(out + place * GROUP + (lane / 8 * 2 + i) * 128 + lane % 8 * 16) =
+            make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    if (lane < 8) scales[place * 8 + lane] = or_nan(high_is_number(whole), __uint_as_float(whole_scale));
+}
+
+// ---- products ----------------------------------------------------------------------------------------------------
+
+struct Result {
+    const float* factors;
+    const int* order;
+    const float* sorted;
+    u8* out;
+    float* scales;  // of ``out``
+    float limit;
+    u32 (*maxima)[16];  // of two tokens, in each warp
+};
+
+template <int N> struct Product;
+#define PRODUCT(N)                                                                                                  \
+    template <> struct Product<N> {                                                                                 \
+        static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {   \
+            wgmma_fp8_n##N(d, a[0], a[1], a[2], a[3], b, accumulate);                                               \
+        }                                                                                                           \
+    };
+FOR_EACH_WGMMA(PRODUCT)
+
+// gate and up of two tokens -> SwiGLU times the tokens' weights; pairs of bf16. The exponential and the reciprocal are
+// good to 2^-20, of which bf16 keeps 2^-9.
+__device__ __forceinline__ u32 swiglu(u32 gates, u32 ups, float2 weights, float limit) {
+    const float gate[2] = {low_float(gates), high_float(gates)}, up[2] = {low_float(ups), high_float(ups)};
+    float h[2];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float least = min_or_nan(gate[i], limit), power = least * -1.442695041f;
+        float inverse;
+        asm("{.reg .f32 e; ex2.approx.ftz.f32 e, %1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 %0, e;}"
+            : "=f"(inverse) : "f"(power));
+        h[i] = least * inverse * max_or_nan(min_or_nan(up[i], limit), -limit);
+    }
+    return pack_bf16(h[0] * weights.x, h[1] * weights.y);
+}
+
+template <int N> __device__ __forceinline__ void finish(
+    float (&d)[N / 2], float2 factors, const Item& work, int tile, const Result& to) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = 2 * (lane % 4);
+#if GATED
+    u32 h[N / 8];
+    #pragma unroll
+    for (int i = 0; i < N / 8; i++) {  // two tokens
+        h[i] = swiglu(
+            pack_bf16(d[4 * i] * factors.x, d[4 * i + 1] * factors.x),
+            pack_bf16(d[4 * i + 2] * factors.y, d[4 * i + 3] * factors.y),
+            *(const float2*)(to.sorted + work.first + 8 * i + column), to.limit);
+        u32 amax = h[i] & MAGNITUDES;
+        #pragma unroll
+        for (int step = 4; step < 32; step *= 2) amax = max_each(amax, __shfl_xor_sync(~0u, amax, step));
+        if (lane < 4) to.maxima[4 * i + lane][warp] = amax;
+    }
+    consumers_barrier();
+    const int channel = 32 * tile + 8 * (warp % 4) + lane / 4;
+    const i64 place = work.run.place(OUT / 128, work.block, work.first / 8);
+    u8* out = to.out + place * GROUP + channel % 128 / 16 * 128 + column * 16 + channel % 16;
+    #pragma unroll
+    for (int i = 0; i < N / 8; i++) {
+        const u32* maxima = to.maxima[4 * i + lane % 4];
+        const uint4 four = *(const uint4*)(maxima + warp / 4 * 4);  // of the warpgroup: of 32 channels
+        const uint2 two = *(const uint2*)(maxima + lane / 4 * 2);
+        u32 whole = max_each(two.x, two.y);
+        #pragma unroll
+        for (int step = 4; step < 32; step *= 2) whole = max_each(whole, __shfl_xor_sync(~0u, whole, step));
+        const u32 scale = fp8_scales(max_each(max_each(four.x, four.y), max_each(four.z, four.w)));
+        const u32 whole_scale = fp8_scales(whole);
+        const u32 codes = fp8_pair(
+            low_float(h[i]) * reciprocal(scale << 16), high_float(h[i]) * reciprocal(scale & 0xFFFF0000u),
+            halves(low_float(scale) * reciprocal(whole_scale << 16),
+                   high_float(scale) * reciprocal(whole_scale & 0xFFFF0000u)));
+        out[i * GROUP] = (u8)codes, out[i * GROUP + 16] = (u8)(codes >> 8);
+        // A NaN or an infinity makes all results of its token NaN. So the scale is the NaN.
+        if (threadIdx.x < 4)
+            *(float2*)(to.scales + (place + i) * 8 + column) =
+                make_float2(or_nan(low_is_number(whole), low_float(whole_scale)),
+                            or_nan(high_is_number(whole), high_float(whole_scale)));
+    }
+    consumers_barrier();  // the maxima have been read
+#else
+    const int row = 64 * tile + 16 * (warp % 4) + lane / 4;
+    #pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+        const int at = 8 * (i / 2) + column + i % 2;
+        if (at < work.count) {
+            u16* out = (u16*)to.out + (i64)to.order[work.first + at] * OUT + row;
+            if (row < OUT) out[0] = to_bf16(d[4 * (i / 2) + i % 2] * factors.x);
+            if (row + 8 < OUT) out[8] = to_bf16(d[4 * (i / 2) + 2 + i % 2] * factors.y);
+        }
+    }
+#endif
+}
+
+// An operand is made while the one before it is multiplied; the next stage's codes are read while the last one is.
+template <int N>
+__device__ __forceinline__ void consume(const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to) {
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const int tile = work.block * WARPGROUPS + group;
+    const float* factors =
+        to.factors + (i64)work.expert * (64 * ROW_TILES) + 64 * tile + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const float2 factor = make_float2(factors[0], factors[8]);  // of a lane's two rows
+    float sum[N / 2] = {}, d[N / 2] = {};
+    Weights weights;
+    u32 stage = pipeline.wait(slot);
+    weights.load(stage + group * TILE);
+    for (int k = 0; k < K_TILES; k++) {
+        const u64 b = pipeline.tokens(slot.index);
+        const u32 scales = stage + SCALES + 8 * (lane % 4);
+        const int current = slot.index;
+        u32 a[4][4];
+        wgmma_hold(d);
+        #pragma unroll
+        for (int block = 0; block < 4; block++) {
+            #pragma unroll
+            for (int half = 0; half < 2; half++)
+                dequantise(weights.word(half, block), weights.scales[half], block, a[block][half], a[block][half + 2]);
+            wgmma_fence();
+            Product<N>::run(d, a[block], b + block * (2 * 128 / 16), block > 0);
+            wgmma_commit();
+        }
+        slot.next();
+        if (k + 1 < K_TILES) {
+            stage = pipeline.wait(slot);
+            weights.load(stage + group * TILE);
+        }
+        wgmma_wait<0>();
+        wgmma_hold(d);
+        #pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            const float2 scale = load_shared8(scales + 32 * i);
+            sum[4 * i] += d[4 * i] * scale.x, sum[4 * i + 1] += d[4 * i + 1] * scale.y;
+            sum[4 * i + 2] += d[4 * i + 2] * scale.x, sum[4 * i + 3] += d[4 * i + 3] * scale.y;
+        }
+        wgmma_hold(sum);  // the scales have been read
+        pipeline.release(current);
+    }
+    finish<N>(sum, factor, work, tile, to);
+}
+
+// A group of x and of the first product's output: [8][8 tokens][16 channels].
+extern "C" __global__ void __launch_bounds__(THREADS, 1) product(
+    const u8* weights, const float* factors, const int* begins, const int* counts, const int* order,
+    const float* sorted, const u8* x, const float* x_scales, u8* out, float* out_scales, float limit) {
+    extern __shared__ __align__(128) u8 memory[];
+    __shared__ int first_item[EXPERTS + 1];
+    __shared__ __align__(16) u32 maxima[GATED ? NMAX / 2 : 1][16];
+    __shared__ u64 barriers[2 * STAGES];
+    const u32 full = shared_address(barriers);
+    const Pipeline pipeline{full, full + 8 * STAGES, shared_address(memory)};
+    start(pipeline, counts, first_item);
+    const Schedule schedule{begins, counts, first_item};
+    if (threadIdx.x >= CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COPYING));
+        if (threadIdx.x == CONSUMERS) copy_ahead(pipeline, schedule, weights, x, x_scales);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COMPUTING));
+        const Result to{factors, order, sorted, out, out_scales, limit, maxima};
+        Slot slot;
+        Item next = schedule.item(blockIdx.x);
+        for (int index = blockIdx.x; schedule.has(index); index += gridDim.x) {
+            const Item work = next;
+            next = schedule.item(index + gridDim.x);  // long before it is needed
+            const int columns = work.columns();
+#define CONSUME(N) if (columns == N) consume<N>(work, slot, pipeline, to); else
+            FOR_EACH_WGMMA(CONSUME) {}
+        }
+    }
+}

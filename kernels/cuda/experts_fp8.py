@@ -1,0 +1,247 @@
+"""The fast class of the routed experts (``experts_fp8.cu``): FP8 tensor cores, bfloat16 activations only.
+
+It rounds where the exact class does. Beyond that:
+
+* The products of 128 channels are added with some 14 bits, then in float32.
+* A token's FP8/32 values have one scale for 128 channels and are rounded to multiples of 2^-9 of it, an error of less
+  than 2^-17 of the largest value there.
+* A weight block whose scale is below 2^-11 of the largest of its row is rounded to the e2m1 grid of that scale, an
+  error of at most 2^-13 of the row's largest scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from . import jit
+from .experts import (
+    BLOCK,
+    CHANNELS,
+    GROUP,
+    MOST_PAIRS,
+    ROWS,
+    TILE_BYTES,
+    alternating,
+    empty_tiles,
+    fill,
+    padded,
+    spread,
+)
+from .jit import SHARED_BYTES
+
+COLUMNS, STEP = 64, 8  # tokens of a piece of work, and what their number is rounded up to
+BINADES = 12  # of scales in which an e2m1 code is a normal e4m3 value: exponents -5 to 6
+LARGEST = 6
+# Code of the nearest e2m1 magnitude to that of a code over 2^n, ties to even codes.
+ROUNDED = (
+    (0, 1, 2, 3, 4, 5, 6, 7),
+    (0, 0, 1, 2, 2, 3, 4, 5),
+    (0, 0, 0, 1, 1, 2, 2, 3),
+    (0, 0, 0, 0, 0, 1, 1, 2),
+    (0, 0, 0, 0, 0, 0, 0, 1),
+    (0, 0, 0, 0, 0, 0, 0, 0),
+)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The weights of one product, for all experts."""
+
+    tiles: Tensor  # uint8 [experts, row tiles / BLOCK, channel tiles, BLOCK, TILE_BYTES]
+    factors: Tensor  # float32 [experts, rows], powers of two taken out of the scales
+    nan_scales: bool
+
+    def kernel(self, topk: int, gated: bool, out: int) -> tuple[jit.Kernel, int]:
+        """The kernel, and the bytes of shared memory it wants."""
+        experts, blocks, channel_tiles = self.tiles.shape[:3]
+        stage = BLOCK * TILE_BYTES + COLUMNS * (CHANNELS + 4)
+        static = 4 * (experts + 1) + (32 * COLUMNS if gated else 0) + 1024  # and barriers
+        stages = min(12, (SHARED_BYTES - static) // stage)
+        kernel = jit.kernel(
+            "experts_fp8.cu",
+            "product",
+            tuple(range(STEP, COLUMNS + 1, STEP)),
+            EXPERTS=experts,
+            TOPK=topk,
+            K=channel_tiles * CHANNELS,
+            ROW_TILES=blocks * BLOCK,
+            WARPGROUPS=BLOCK,
+            GATED=int(gated),
+            NMAX=COLUMNS,
+            STEP=STEP,
+            STAGES=stages,
+            OUT=out,
+            NAN_SCALES=int(self.nan_scales),
+            FEWEST=1,
+            MOST=1 << 30,
+        )
+        return kernel, stages * stage
+
+
+@dataclass(frozen=True)
+class Experts:
+    gate_up: Product
+    down: Product
+    hidden: int
+    inner: int
+
+
+def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
+    inner, hidden = w13.shape[1] // 2, w2.shape[1]
+    return Experts(
+        gate_up=pack(w13, s13, alternating(inner, w13.device)),
+        down=pack(w2, s2, torch.arange(hidden, device=w2.device)),
+        hidden=hidden,
+        inner=inner,
+    )
+
+
+def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    """A NaN among the scales counts only if ``prepare_experts`` met one, as in the exact class."""
+    rows = alternating(experts.inner, w13.device), torch.arange(experts.hidden, device=w2.device)
+    _pack_one(w13, s13, rows[0], experts.gate_up.tiles[slot], experts.gate_up.factors[slot])
+    _pack_one(w2, s2, rows[1], experts.down.tiles[slot], experts.down.factors[slot])
+
+
+def read_expert(experts: Experts, slot: int) -> reference.moe.Expert:
+    """With what was rounded as it was laid out: laid out once more it is the same."""
+    gate_up, down = experts.gate_up, experts.down
+    rows = alternating(experts.inner, gate_up.tiles.device), torch.arange(experts.hidden, device=down.tiles.device)
+    return (
+        *_unpack_one(gate_up.tiles[slot], gate_up.factors[slot], rows[0], experts.hidden),
+        *_unpack_one(down.tiles[slot], down.factors[slot], rows[1], experts.inner),
+    )
+
+
+def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
+    """codes uint8 [E, N, K/2], scales UE8M0 [E, N, K/32], ``rows`` int64: which row comes where."""
+    experts, _, half = codes.shape
+    tiles = empty_tiles(experts, rows.shape[0], 2 * half, codes.device)
+    factors = torch.empty(experts, tiles.shape[1] * BLOCK * ROWS, dtype=torch.float32, device=codes.device)
+    if codes.is_meta:  # only shapes are asked for
+        return Product(tiles, factors, nan_scales=False)
+    for expert in range(experts):  # one at a time: the unpacked form is eight times as large
+        _pack_one(codes[expert], scales[expert], rows, tiles[expert], factors[expert])
+    return Product(tiles, factors, bool((scales.view(torch.uint8) == 255).any()))
+
+
+def _pack_one(codes: Tensor, scales: Tensor, rows: Tensor, tiles: Tensor, factors: Tensor) -> None:
+    """One expert into its tiles and its factors."""
+    shape, given, blocks = (factors.shape[0], tiles.shape[1] * 4), codes[rows], scales.shape[1]
+    nibbles = torch.zeros(*shape, 32, dtype=torch.uint8, device=codes.device)
+    nibbles[: rows.shape[0], :blocks] = torch.stack((given & 15, given >> 4), -1).view(-1, blocks, 32)
+    exponents = torch.zeros(shape, dtype=torch.int32, device=codes.device)
+    exponents[: rows.shape[0], :blocks] = scales.view(torch.uint8)[rows]
+
+    missing = exponents == 255
+    used = ((nibbles & 7) != 0).any(-1) & ~missing
+    largest = exponents.masked_fill(~used, 0).amax(-1, keepdim=True)
+    below = (largest - exponents).clamp(min=0)  # a block of zeros may have any scale
+    stored = (BINADES - 1 - below).clamp(min=0).masked_fill(missing, 255).to(torch.uint8)
+    beyond = (below - BINADES + 1).clamp(0, len(ROUNDED) - 1)
+    rounded = torch.tensor(ROUNDED, dtype=torch.uint8, device=codes.device).flatten()
+    nibbles = rounded[beyond[..., None] * 8 + (nibbles & 7)] | nibbles & 8
+
+    fill(tiles, _words(nibbles.flatten(1)), stored)
+    factors.copy_(torch.exp2((largest[:, 0] - 127 - LARGEST).to(torch.float64)))
+
+
+def _words(nibbles: Tensor) -> Tensor:
+    """e2m1 codes uint8 [N, K] -> uint8 [N/64, K/128, 4096]: 32-bit words, [two rows of a lane][lane][block of 32
+    channels]; each has four neighbouring codes and the four that are 16 channels on."""
+    row_tiles, channel_tiles = nibbles.shape[0] // ROWS, nibbles.shape[1] // CHANNELS
+    # rows: tile, warp, half, eighth; channels: tile, block, high, owner, code
+    fields = nibbles.view(row_tiles, 4, 2, 8, channel_tiles, 4, 2, 4, 4).permute(0, 4, 2, 1, 3, 7, 5, 6, 8)
+    word = torch.zeros(fields.shape[:-2], dtype=torch.int32, device=nibbles.device)
+    for high in range(2):
+        for place in range(4):
+            code = fields[..., high, place].to(torch.int32)
+            word |= (code & 7) << (16 * high + 4 * place) | (code >> 3) << (8 * place + 7 - 4 * high)
+    return word.reshape(row_tiles, channel_tiles, -1).view(torch.uint8)
+
+
+def _unpack_one(tiles: Tensor, factors: Tensor, rows: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [N, K/2] and scales UE8M0 [N, K/32] of an expert."""
+    words, stored = spread(tiles)
+    largest = factors.double().log2().round().to(torch.int32) + 127 + LARGEST
+    scales = (largest[:, None] - (BINADES - 1) + stored.to(torch.int32)).clamp(min=0)
+    scales = scales.masked_fill(stored == 255, 255).to(torch.uint8)
+    place = rows.argsort()  # of each row among the tiles'
+    nibbles = _nibbles(words)[place, :channels]
+    codes = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+    return codes, scales[place, : channels // 32].view(torch.float8_e8m0fnu)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """uint8 [N/64, K/128, 4096] -> e2m1 codes uint8 [N, K]: ``_words`` undone."""
+    row_tiles, channel_tiles, _ = words.shape
+    # half, warp, eighth, owner, block
+    word = words.contiguous().view(torch.int32).view(row_tiles, channel_tiles, 2, 4, 8, 4, 4)
+    codes = [
+        (word >> 16 * high + 4 * place & 7) | (word >> 8 * place + 7 - 4 * high & 1) << 3
+        for high in range(2)
+        for place in range(4)
+    ]
+    fields = torch.stack(codes, -1).unflatten(-1, (2, 4)).permute(0, 3, 2, 4, 1, 6, 7, 5, 8)
+    return fields.reshape(row_tiles * ROWS, channel_tiles * CHANNELS).to(torch.uint8)
+
+
+def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
+    """
+    Raises:
+        ValueError: activations that are not bfloat16.
+    """
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"moe_experts of cuda-fast takes bfloat16 activations, not {x.dtype}")
+    tokens, topk = ids.shape
+    out = torch.empty(tokens, experts.hidden, dtype=torch.float32, device=x.device)
+    if not topk:
+        return out.zero_()
+    step = max(1, MOST_PAIRS // topk)
+    if x.data_ptr() % 16:
+        x = x.clone()  # it is read 16 bytes at a time
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        _pass(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), experts, limit, out[part])
+    return out
+
+
+def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float, out: Tensor) -> None:
+    tokens, topk = ids.shape
+    count, pairs = experts.gate_up.tiles.shape[0], tokens * topk
+    hidden, inner = padded(experts.hidden), padded(experts.inner)
+    helper = experts.gate_up.kernel(topk, True, inner)[0]
+    route, gather, combine = (jit.kernel_like(helper, entry) for entry in ("route", "gather", "combine"))
+
+    groups = -(-pairs // GROUP) + min(count, pairs)  # at most: every expert may end with a part of a group
+    positions = groups * GROUP
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    begins, counts, order, whose = (empty(size, dtype=torch.int32) for size in (count + 1, count, positions, groups))
+    in_order = empty(positions, dtype=torch.float32)
+    values = [empty(positions, channels, dtype=torch.uint8) for channels in (hidden, inner)]
+    scales = [empty(positions, channels // CHANNELS, dtype=torch.float32) for channels in (hidden, inner)]
+    down = empty(pairs, experts.hidden, dtype=x.dtype)
+
+    route.launch((count,), 512, 0, ids, weights, begins, counts, order, in_order, whose, tokens)
+    gather.launch(
+        (groups, -(-hidden // 1024)), 256, 0, x, begins, counts, order, whose, values[0], scales[0], experts.hidden
+    )
+    blocks = jit.multiprocessors(x.device)
+    for product, gated, left, left_scales, result, result_scales in (
+        (experts.gate_up, True, values[0], scales[0], values[1], scales[1]),
+        (experts.down, False, values[1], scales[1], down, scales[1]),
+    ):
+        kernel, shared = product.kernel(topk, gated, result.shape[1])
+        kernel.launch(
+            (blocks,), 128 * (BLOCK + 1), shared, product.tiles, product.factors, begins, counts, order,
+            in_order, left, left_scales, result, result_scales, float(limit if limit > 0 else math.inf),
+        )  # fmt: skip
+    combine.launch((tokens,), min(1024, -(-experts.hidden // 256) * 32), 0, down, ids, out, experts.hidden)
