@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ def experts(cuda: Ops, reference: Ops) -> Iterator[dict]:
         torch.randint(0, 256, (count, hidden, inner // 2), **byte),
         torch.randint(119, 122, (count, hidden, inner // 32), **byte).view(torch.float8_e8m0fnu),
     )
-    ours, theirs = cuda.prepare_experts(*raw), reference.prepare_experts(*raw)
+    classes = [("ours, exact", cuda), ("ours, fast", select("cuda", profile="deepinfer"))]
+    prepared = {name: ops.prepare_experts(*raw) for name, ops in classes}
+    theirs = reference.prepare_experts(*raw)
     calls = []
     for tokens in (8, 32, 64, 192, 576, 2048, 8192):
         x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
@@ -118,9 +121,10 @@ def experts(cuda: Ops, reference: Ops) -> Iterator[dict]:
     for shape, x, weights, _, ids, bytes_, flops in calls:
         part = slice(0, 32)
         expected = reference.moe_experts(x[part], weights[part], ids[part], theirs, 10.0)
-        call = lambda x=x, weights=weights, ids=ids: cuda.moe_experts(x, weights, ids, ours, 10.0)  # noqa: E731
-        error = relative(call()[part], expected)
-        yield record("experts", shape, "ours, exact", graph_us(call), bytes_, flops, error)
+        for name, ops in classes:
+            call = partial(ops.moe_experts, x, weights, ids, prepared[name], 10.0)
+            error = relative(call()[part], expected)
+            yield record("experts", shape, name, graph_us(call), bytes_, flops, error)
     for name, make in stock_kernels.EXPERTS.items():
         for shape, x, weights, routed, _, bytes_, flops in reversed(calls):  # the largest is tuned for first
             yield _stock("experts", shape, name, lambda: make(x, weights, routed, raw), bytes_, flops)  # noqa: B023
