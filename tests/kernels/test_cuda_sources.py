@@ -295,6 +295,34 @@ def test_fast_weights_are_the_weights(rows, channels):
         assert not got[rows:].any() and not got[:, channels:].any(), "padding is zero"
 
 
+@pytest.mark.parametrize("lowest", [0, 60, 230])
+def test_fast_experts_that_are_read_are_the_ones_that_were_packed(lowest):
+    """In values, where nothing is rounded; laid out again, what is read gives the same bytes even where it is."""
+    generator, inner, hidden = torch.Generator().manual_seed(lowest), 96, 160
+    for span in (12, 25):
+        given_parts = []
+        for rows, channels in ((2 * inner, hidden), (hidden, inner)):
+            codes = torch.randint(256, (2, rows, channels // 2), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(
+                lowest, lowest + span, (2, rows, channels // 32), generator=generator, dtype=torch.uint8
+            )
+            scales[0, 3, 1] = 255
+            given_parts += [codes, scales.view(torch.float8_e8m0fnu)]
+        packed = experts_fp8.prepare_experts(*given_parts)
+        again = experts_fp8.prepare_experts(*(part.flip(0) for part in given_parts))
+        for slot in range(2):
+            read = experts_fp8.read_expert(packed, slot)
+            if span == 12:
+                for at in (0, 2):
+                    got = formats.mxfp4_dequant(*read[at : at + 2])
+                    want = formats.mxfp4_dequant(given_parts[at][slot], given_parts[at + 1][slot])
+                    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            experts_fp8.replace_expert(again, slot, *read)
+        for product in ("gate_up", "down"):
+            for part in ("tiles", "factors"):
+                assert torch.equal(getattr(getattr(again, product), part), getattr(getattr(packed, product), part))
+
+
 def test_fast_weights_far_below_the_largest_are_rounded():
     """To the nearest of the grid of 2^-11 of the row's largest scale, ties to even codes."""
     generator = torch.Generator().manual_seed(1)
