@@ -53,11 +53,10 @@ def fp8_weight(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 def linear(rows: int) -> Iterator[Call]:
     for name, n, k in (
-        ("wq_a", 1280, HIDDEN),
-        ("wkv", 512, HIDDEN),
+        ("wq_a + wkv", 1792, HIDDEN),
         ("wq_b", 32768, 1280),
         ("wo_b", HIDDEN, 8192),
-        ("shared w1", 2304, HIDDEN),
+        ("shared w1 + w3", 4608, HIDDEN),
         ("shared w2", HIDDEN, 2304),
         ("index wq_b", 4096, 1280),
         ("engram wkv", 25600, 6144),

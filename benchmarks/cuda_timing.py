@@ -60,6 +60,8 @@ def sweep(
 def graph_us(fn: Callable[..., Any], variants: Sequence[Any] = ((),), calls: int = 8, replays: int = 20) -> float:
     """Microseconds of one call: the median of ``replays`` of a graph of at least ``calls`` calls.
 
+    Calls follow each other in the graph, so kernels that may begin before the one before has ended do, as in a step.
+
     Args:
         variants: argument tuples to rotate through, so that a weight does not stay in the cache between calls.
     """
@@ -102,8 +104,9 @@ def replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 class Parts:
     """What the parts of a step take, by events inside its graph: who launches says which part is next.
 
-    An event is recorded where the part changes and costs about a microsecond, so parts add up to a little more than the
-    step does without them. Work that names no part counts with what was launched before it.
+    An event is recorded where the part changes. It costs about a microsecond, and kernels do not overlap across it, so
+    parts add up to more than the step does without them. Work that names no part counts with what was launched before
+    it.
     """
 
     def __init__(self) -> None:
@@ -121,17 +124,21 @@ class Parts:
         """All that is launched inside is one part, whatever it calls itself."""
         self.next(name)
         marks, self.marks = self.marks, None
-        yield
-        self.marks = marks
+        try:
+            yield
+        finally:
+            self.marks = marks
 
     def measure(self, work: Callable[[], Any], replays: int) -> dict[str, float]:
         """Milliseconds of each part of ``work``, the median."""
 
         def marked() -> None:
             self.marks = marks
-            work()
-            self.next("")
-            self.marks = None
+            try:
+                work()
+                self.next("")
+            finally:
+                self.marks = None
 
         marks: list[tuple[str, torch.cuda.Event]] = []
         try:
@@ -141,7 +148,6 @@ class Parts:
             marks[0][1].elapsed_time(marks[-1][1])
         except RuntimeError as reason:
             print(f"no parts: {reason}"[:300])
-            self.marks = None
             return {}
         totals: dict[str, list[float]] = {}
         for _ in range(replays):

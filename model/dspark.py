@@ -23,7 +23,7 @@ from .attention import WindowAttention
 from .block import Block, expand_embedding
 from .config import V41Config
 from .expert_map import ExpertMap
-from .layers import Dense, Embedding, JoinedLinear, Linear, RMSNorm
+from .layers import Dense, Embedding, Linear, RMSNorm
 from .memory import StatePool
 from .parallel import Parallel
 from .profiles import Profile
@@ -51,10 +51,6 @@ class Draft:
 
 
 class DraftAttention(WindowAttention):
-    def __init__(self, ops: Ops, config: V41Config, profile: Profile, ring: int, parallel: Parallel):
-        super().__init__(ops, config, profile, ring, parallel)
-        self.keys = JoinedLinear(ops, self.wkv)  # of the verified tokens, which ask nothing
-
     def forward(self, x: Tensor, step: DraftStep) -> Tensor:
         rows, state = step.rows, step.state
         _, query, window = self.project(x, rows.positions)
@@ -146,7 +142,7 @@ class DSpark:
         main = first.main_norm(first.main_proj(torch.cat(features, dim=-1)))
         for stage in self.stages:
             attention: Any = stage.attn
-            (key,) = attention.keys(main)
+            _, key = attention.down(main)  # verified tokens ask nothing
             attention.write_window(attention.window_rows(key, step.rows.positions), step)
 
     def draft(

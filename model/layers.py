@@ -77,6 +77,7 @@ class JoinedLinear(nn.Module):
     def prepare(self) -> None:
         weights, scales = ([getattr(each, name) for each in self.weights] for name in ("weight", "scale"))
         self.outputs = [weight.shape[0] for weight in weights]
+        assert not any(rows % QUANT_BLOCK for rows in self.outputs), "a scale would be of rows of two weights"
         self.prepared = self.ops.prepare_linear(_stacked(weights), _stacked(scales))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -85,8 +86,8 @@ class JoinedLinear(nn.Module):
 
 def _stacked(parts: list[Any]) -> Any:
     """Rows of all, whatever their dtype; scales are None where weights are trained."""
-    if len(parts) == 1 or parts[0] is None:
-        return parts[0]
+    if parts[0] is None:
+        return None
     if parts[0].dtype.itemsize > 1:
         return torch.cat(parts)
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -116,7 +116,13 @@ class Network(nn.Module):
 
     def prepare(self) -> None:
         """Let the provider lay out every weight; call once, after loading. A layer at a time, so that at most one is
-        in memory twice."""
+        in memory twice.
+
+        Raises:
+            RuntimeError: the weights are laid out already.
+        """
+        if self.head.weight is None:
+            raise RuntimeError("the weights are laid out already")
         for part in self.children():
             for layer in part if isinstance(part, nn.ModuleList) else [part]:
                 lay_out(layer)

@@ -105,8 +105,8 @@ class MoeOps(OpTable):
         """The expert in ``slot`` as ``replace_expert`` takes it: (w13, s13, w2, s2) that are laid out alike again. They
         may be views of the layout.
 
-        The same values as those that were given, zeros with their signs; a scale that is NaN stays so, and one of a
-        block of zeros may be another.
+        The values that the provider multiplies with: the same as those that were given, zeros with their signs, but for
+        what ``cuda-fast`` has rounded. A scale that is NaN stays so, and one of a block of zeros may be another.
         """
         op = "read_expert"
         self._check_slot(op, experts, slot)

@@ -48,6 +48,7 @@ __device__ __forceinline__ void bulk_copy_to_both(u32 to, const void* from, int 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1], %2, [%3], %4;" :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3) : "memory");
 }
+
 // ---- tokens --------------------------------------------------------------------------------------------------------
 
 // What FP8/32 leaves of two values under a power of two, bf16.
@@ -112,8 +113,8 @@ struct Shape {
 __device__ __forceinline__ void store(u16* out, const Shape& shape, const float* d, int group, int tile, int token) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, output = 64 * tile + 16 * warp + 4 * (lane % 4);
     u32 low = pack_bf16(d[0], d[1]), high = pack_bf16(d[2], d[3]);
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(low));
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(high));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(low));  // all lanes: before any leaves
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(high));
     token += lane / 4;
     if (token >= shape.tokens || output >= shape.outputs) return;
     *(uint2*)(out + ((i64)token * shape.groups + group) * shape.outputs + output) = make_uint2(low, high);
@@ -229,7 +230,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COMPUTING));
         const int lane = threadIdx.x % 32, in_group = threadIdx.x % 128;
         const int mine = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the warpgroup
-        wait_for_previous();  // what it reads of ``parts``
+        wait_for_previous();  // somebody may still read the memory of ``parts`` and ``out``
         for (int index = blockIdx.x / 2; index < items; index += step) {
             const Item work = item(shape, index, rank);
 #if LOOPS

@@ -151,7 +151,7 @@ def linear(x: Tensor, weight: Weight | triton_linear.Weight) -> Tensor:
 
 def prepare_grouped(weight: Tensor, scale: Tensor, groups: int) -> Weight | triton_linear.Weight:
     outputs = weight.shape[0] // groups
-    if outputs % 4 or (groups > 1 and outputs % 32):
+    if not outputs or outputs % 4 or (groups > 1 and outputs % 32):
         if groups == 1:
             return triton_linear.prepare_linear(weight, scale)
         return triton_linear.prepare_grouped(weight, scale, groups)

@@ -1,5 +1,5 @@
-// What all kernels share: wgmma plumbing, barriers of a pipeline, number formats. Put in front of every kernel file by
-// the compiler driver.
+// What all kernels share: wgmma plumbing, barriers of a pipeline, dependent launch, number formats. Put in front of
+// every kernel file by the compiler driver.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
