@@ -84,8 +84,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         settings = replace(settings, exact_prefix=True)
     declare_resolution(server_args, SOURCE, model_config_parser=model_impl.PARSER)
     experts = ExpertArguments.of(server_args)
-    config, weight_bytes = _read_checkpoint(view, experts)
     device = device_of(view)
+    config, weight_bytes = _read_checkpoint(view, experts, device)
     refuse(server_args, config, settings, weight_bytes, device)
     if device == "cpu":
         # The scheduler takes all cores when it builds the network. The other processes only move text and tokens, and
@@ -112,13 +112,13 @@ def device_of(view: Any) -> str:
     return str(view.device or current_platform.device_type).split(":")[0]
 
 
-def _read_checkpoint(view: Any, experts: ExpertArguments) -> tuple[V41Config, int]:
+def _read_checkpoint(view: Any, experts: ExpertArguments, device: str) -> tuple[V41Config, int]:
     """The architecture and the bytes of one rank's weights, replicas and what moves them included, from files that are
     all checked here: a bad checkpoint should cost seconds, not a load."""
     from .model.checkpoint import Checkpoint
     from .model.config import V41Config
     from .model.engram_table import EngramTable
-    from .runtime.memory_plan import balancing_bytes
+    from .runtime.memory_plan import weight_bytes_of
     from .tokenizer_check import tokenizer_problem
 
     path = Path(view.model_path)
@@ -126,14 +126,12 @@ def _read_checkpoint(view: Any, experts: ExpertArguments) -> tuple[V41Config, in
         raise ConflictError([f"--model-path {path}: not a directory; download the checkpoint and name the directory"])
     config = V41Config.load(path)
     place = RankCounts.of(view).largest(config, experts.redundant)
-    weight_bytes = Checkpoint.open(path, config).part(place, config).nbytes
-    if experts.balanced:
-        weight_bytes += balancing_bytes(config)
+    part = Checkpoint.open(path, config).part(place, config)
     problem = None if view.skip_tokenizer_init or view.tokenizer_path else tokenizer_problem(path)
     if problem:
         raise ConflictError([f"--model-path {path}: {problem}; it comes with the checkpoint"])
     EngramTable.load(path, config)
-    return config, weight_bytes
+    return config, weight_bytes_of(part, config, device, experts.balanced)
 
 
 def declarations(view: Any, config: V41Config, settings: Settings, device: str) -> dict[str, Any]:

@@ -29,6 +29,9 @@ def blocks(channels: int) -> int:
 def lay_out(module: nn.Module) -> None:
     """Let the provider lay out every weight below ``module``, then drop what was loaded: in memory stays what a layout
     reads."""
+    if any(getattr(each, "raw", ()) for each in module.modules()):  # not where weights are trained, within a graph
+        # PyTorch would put a layout into the place of something larger that is gone, whose rest nobody could have.
+        torch.cuda.empty_cache()
     for each in module.modules():
         prepare: Any = getattr(each, "prepare", None)
         if prepare is not None:

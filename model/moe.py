@@ -72,7 +72,7 @@ class Experts(nn.Module):
     def read(self, slot: int, out: Tensor) -> None:
         """The expert in ``slot`` as bytes, uint8 [expert_bytes]."""
         for part, piece in zip(self.ops.read_expert(self.prepared, slot), out.split(self._sizes), strict=True):
-            piece.copy_(part.flatten().view(torch.uint8))
+            piece.copy_(part.view(torch.uint8).flatten())
 
     def write(self, slot: int, arrived: Tensor) -> None:
         """Another expert into ``slot``, from what ``read`` made of it on another rank."""

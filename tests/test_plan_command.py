@@ -64,7 +64,7 @@ def test_the_sizes_are_what_is_allocated(plan, tiny):
     [(False, arguments.RUNNING_REQUESTS_CPU, 32 * (8192 + 2 * 128)), (True, arguments.RUNNING_REQUESTS, None)],
 )
 def test_the_defaults_are_the_server_s(plan, tiny, monkeypatch, accelerator, running, tokens):
-    monkeypatch.setattr(command, "_this_machine", lambda: (not accelerator, GIB))
+    monkeypatch.setattr(command, "_this_machine", lambda: ("cuda" if accelerator else "cpu", GIB))
     found = json.loads(plan(tiny, "--json")[1])
     assert (found["running_requests"], found["memory_bytes"]) == (running, GIB)
     if tokens is None:

@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=_memory,
         metavar="X",
         dest="memory",
-        help="memory of an accelerator (default: all of this machine's, or the machine's own if it has none)",
+        help="memory of an NVIDIA GPU (default: all that this machine's accelerator has, or without one the machine)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
     parser.set_defaults(run=run)
@@ -103,10 +103,11 @@ def run(args: argparse.Namespace) -> int:
     from ..model.config import V41Config
     from ..model.place import check_place
     from ..ranks import RankCounts
-    from ..runtime.memory_plan import balancing_bytes, plan, token_extra
+    from ..runtime.memory_plan import plan, token_extra, weight_bytes_of
     from ..settings import Settings
 
-    on_cpu, memory = (False, args.memory) if args.memory is not None else _this_machine()
+    device, memory = ("cuda", args.memory) if args.memory is not None else _this_machine()
+    on_cpu = device == "cpu"
     running, tokens = args.running, args.tokens
     if running is None:
         running = arguments.default_running(on_cpu)
@@ -117,9 +118,7 @@ def run(args: argparse.Namespace) -> int:
         ranks = RankCounts(args.ranks, args.groups)
         check_place(config, ranks.group_size, ranks.total, args.redundant)
         place = ranks.largest(config, args.redundant)
-        weight_bytes = Checkpoint.open(args.dir, config).part(place, config).nbytes
-        if args.balanced:
-            weight_bytes += balancing_bytes(config)
+        part = Checkpoint.open(args.dir, config).part(place, config)
         running = running // ranks.groups or min(running, 1)  # of one group
         if on_cpu:
             memory //= ranks.total
@@ -130,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             config,
             page_size=args.page_size,
             running_requests=running,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes_of(part, config, device, args.balanced),
             budget_bytes=memory,
             max_tokens=tokens,
             token_extra=token_extra(on_cpu),
@@ -143,13 +142,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _this_machine() -> tuple[bool, int]:
-    """Whether it has no accelerator, and the bytes of the memory that weights would go to."""
+def _this_machine() -> tuple[str, int]:
+    """The type of the device that weights would go to, and the bytes of its memory."""
     import torch
 
     if torch.accelerator.is_available():
-        return False, torch.accelerator.get_memory_info()[1]
-    return True, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        return device.type, torch.accelerator.get_memory_info()[1]
+    return "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _text(sizes: MemoryPlan, memory: int, longest: int, config: V41Config) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepinfer_plugin.model.checkpoint import Checkpoint
 from deepinfer_plugin.model.config import QUANT_BLOCK, V41Config
 from deepinfer_plugin.model.layout import expert_sets
 from deepinfer_plugin.model.memory import PageLayout, StateLayout
@@ -24,6 +25,18 @@ INPUT_BYTES = 6 * 8
 def token_extra(on_cpu: bool) -> int:
     """Bytes beside the pages for each of their tokens."""
     return 0 if on_cpu else INPUT_BYTES
+
+
+def weight_bytes_of(part: Checkpoint, config: V41Config, device: str, balanced: bool) -> int:
+    """What a rank holds once its part of a checkpoint is laid out (``Network.prepare``), and, if ``balanced``, what it
+    needs to move experts. Layouts hold every weight once and pad little; those of an Ascend (``device`` "npu") hold
+    experts twice, and the first half of the output projection in bf16 too."""
+    held = part.nbytes + (balancing_bytes(config) if balanced else 0)
+    if device == "npu":
+        sizes = {name: tensor.nbytes for name, tensor in part.tensors.items() if name.endswith(".weight")}
+        held += sum(size for name, size in sizes.items() if ".experts." in name)
+        held += sum(2 * size for name, size in sizes.items() if name.endswith("wo_a.weight"))
+    return held
 
 
 def balancing_bytes(config: V41Config) -> int:
@@ -103,8 +116,7 @@ def plan(
 ) -> MemoryPlan:
     """Share ``budget_bytes`` of one rank between weights, request state and pages.
 
-    weight_bytes: what is still to be loaded into the budget (``model.weights.checkpoint_bytes``); 0 once it is in
-    place.
+    weight_bytes: what is still to be loaded into the budget (``weight_bytes_of``); 0 once it is in place.
     budget_bytes: None means memory is not the limit; then ``max_tokens`` must be given.
     max_tokens: a cap on the page pool (``--max-total-tokens``); rounded down to whole pages.
     token_extra: bytes beside the pages for each of their tokens (the function of that name).

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from deepinfer_plugin.model import V41, v41
+from deepinfer_plugin.model.checkpoint import Checkpoint
+from deepinfer_plugin.runtime.memory_plan import weight_bytes_of
 
+from ..held import held_bytes
 from . import documented
 from .conftest import table
 
@@ -45,6 +48,13 @@ def test_every_layer_of_a_decode_step(models):
         error = (got[layer].float() - want[layer].float()).norm(dim=(1, 2)) / want[layer].float().norm(dim=(1, 2))
         median, largest = bounds(ascend)
         assert error.median() <= median and error.max() <= largest, (layer, error.median(), error.max())
+
+
+def test_the_plan_counts_what_it_holds(models, tiny):
+    """Scales that are repeated for the products are not counted."""
+    ascend, _ = models
+    part = Checkpoint.open(tiny, ascend.config)
+    assert held_bytes(ascend.network) == pytest.approx(weight_bytes_of(part, ascend.config, "npu", False), rel=0.01)
 
 
 def test_decoded_logits_and_drafts(models):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -10,7 +12,7 @@ from deepinfer_plugin.cli import build
 from deepinfer_plugin.kernels import OP_NAMES, Ops, cuda, reference, select
 from deepinfer_plugin.kernels.reference import formats
 from deepinfer_plugin.model import V41
-from deepinfer_plugin.model.checkpoint import Checkpoint, expected_tensors
+from deepinfer_plugin.model.checkpoint import DTYPE_NAMES, Checkpoint, StoredTensor, expected_tensors
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.engram_table import EngramTable
 from deepinfer_plugin.model.moe import Experts
@@ -18,6 +20,7 @@ from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.profiles import profile_named
 from deepinfer_plugin.model.released import RELEASED
 from deepinfer_plugin.model.weights import load_into
+from deepinfer_plugin.runtime.memory_plan import weight_bytes_of
 
 from ..held import held_bytes
 
@@ -120,9 +123,10 @@ def test_what_a_gpu_holds_is_what_the_plan_counts(ranks):
     """Shapes only, at released size: layouts of the cuda provider and what is read as stored, within 1 % of the bytes
     of the checkpoint."""
     config = V41Config.from_dict(RELEASED)
-    network = build._network(config, ranks, 0, "model")
-    counted = sum(
-        spec.nbytes // (ranks if ".ffn.experts." in name or ".engram.embed." in name else 1)
+    tensors = {
+        name: StoredTensor(Path(), DTYPE_NAMES[spec.dtype], spec.shape, 0, spec.nbytes)
         for name, spec in expected_tensors(config).items()
-    )
-    assert abs(held_bytes(network) / counted - 1) < 0.01
+    }
+    network = build._network(config, ranks, 0, "model")
+    part = Checkpoint(Path(), tensors, True).part(network.parallel.place, config)
+    assert held_bytes(network) == pytest.approx(weight_bytes_of(part, config, "cuda", balanced=False), rel=0.01)
