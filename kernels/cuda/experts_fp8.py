@@ -183,12 +183,12 @@ def _nibbles(words: Tensor) -> Tensor:
     # half, warp, eighth, owner, block
     word = words.contiguous().view(torch.int32).view(row_tiles, channel_tiles, 2, 4, 8, 4, 4)
     codes = [
-        (word >> 16 * high + 4 * place & 7) | (word >> 8 * place + 7 - 4 * high & 1) << 3
+        ((word >> 16 * high + 4 * place & 7) | (word >> 8 * place + 7 - 4 * high & 1) << 3).to(torch.uint8)
         for high in range(2)
         for place in range(4)
     ]
     fields = torch.stack(codes, -1).unflatten(-1, (2, 4)).permute(0, 3, 2, 4, 1, 6, 7, 5, 8)
-    return fields.reshape(row_tiles * ROWS, channel_tiles * CHANNELS).to(torch.uint8)
+    return fields.reshape(row_tiles * ROWS, channel_tiles * CHANNELS)
 
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
