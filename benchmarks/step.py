@@ -153,9 +153,14 @@ def floor_ms(network: Network, rows: Rows, each: int, context: int) -> dict[str,
     return {part: us / 1e3 for part, us in total.items()}
 
 
-def measured(work: Callable[[], Any], parts: Parts, replays: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds of the graph of ``work`` and of its parts."""
-    work()
+def measured(work: Callable[[], Tensor], parts: Parts, replays: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of the graph of ``work`` and of its parts.
+
+    Raises:
+        ValueError: its logits are not finite. NaN chooses the same few experts for all rows: that is another work.
+    """
+    if not work().isfinite().all():
+        raise ValueError("logits are not finite")
     total = replay_ms(captured(work), replays)
     split = parts.measure(work, replays)
     gc.collect()

@@ -295,4 +295,6 @@ def _v4_pool(slots: int, device: torch.device) -> Tensor:
     """uint8 [pages, PAGE, 1, V4_BYTES], a page padded to whole rows of 576 bytes."""
     stride = -(-PAGE * V4_BYTES // 576) * 576
     pool = torch.randint(0, 120, (slots // PAGE, stride), dtype=torch.uint8, device=device)
+    rotated = pool[:, : PAGE * (V4_BYTES - 8)].unflatten(1, (PAGE, -1))[..., V4_BYTES - 8 - 128 :]
+    rotated.copy_(torch.randn(*rotated.shape[:2], 64, dtype=torch.bfloat16, device=device).view(torch.uint8))
     return pool[:, : PAGE * V4_BYTES].view(-1, PAGE, 1, V4_BYTES)
