@@ -66,8 +66,7 @@ class DeepInferForCausalLM(nn.Module):
             self.network.dspark.has_confidence = self.checkpoint.has_confidence
         self.checkpoint = None
         self.network.prepare()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()  # of what was loaded: SGLang asks the device what is free
+        torch.cuda.empty_cache()  # of what was loaded: SGLang asks the device what is free
         check_stream_mix(self.network)
         self.balancer = balancer_of_server(self.network, Settings.current())
 

@@ -24,8 +24,6 @@ PROFILES = {"index_scores": ("deepinfer", "float32")}
 OURS = (
     "prepare_dense",
     "dense",
-    "prepare_grouped",
-    "grouped_linear",
     "rms_norm",
     "rope",
     "hc_mix",
@@ -59,11 +57,14 @@ def unavailable(device: torch.device) -> str | None:
 
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation; the same on every GPU that is served."""
+    from ..cuda import linear as triton_linear
     from . import attention, experts, index, linear
 
     theirs = (
         linear.prepare_linear,
         linear.linear,
+        triton_linear.prepare_grouped,  # what the cuda provider has is for Hopper
+        triton_linear.grouped_linear,
         experts.prepare_experts,
         experts.replace_expert,
         experts.read_expert,

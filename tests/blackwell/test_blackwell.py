@@ -69,3 +69,10 @@ def test_the_selection_compiles_there(arch):
     assert jit._cache_path(source) != jit._cache_path(
         index.select_kernel(wide=False, block=8, held=1, vector=True).source
     )
+
+
+def test_what_it_takes_from_the_cuda_provider_is_not_for_hopper_alone():
+    """Kernels in CUDA C++ are for one GPU, but for the selection, which is compiled for both."""
+    taken = [sys.modules[function.__module__] for function in blackwell.ops(torch.device("cpu")).values()]
+    ours = {module for module in taken if ".kernels.cuda." in module.__name__}
+    assert {module for module in ours if '.cu"' in Path(module.__file__).read_text()} == {index}
