@@ -50,7 +50,7 @@ def _speculation(text: str) -> str:
 def _provider(text: str) -> str:
     from .kernels import providers
 
-    legal = ("auto", *(provider.name for provider in providers()))
+    legal = ("auto", *(provider.name for provider in providers() if not provider.fast))  # those have a few ops only
     if text not in legal:
         raise _Illegal(", ".join(legal))
     return text
@@ -107,7 +107,12 @@ class Settings:
         _flag,
         "Recompute every prompt from its first token instead of reusing cached prefixes with a replayed window.",
     )
-    profile: str = _switch("model", _profile, "Rounding profile: model, deepinfer or float32.", "NAME")
+    profile: str = _switch(
+        "model",
+        _profile,
+        "Rounding profile: model, deepinfer (on Hopper with the fast, less exact experts) or float32.",
+        "NAME",
+    )
     provider: str = _switch("auto", _provider, "Where ops come from: auto or the name of one provider.", "NAME")
     ops: tuple[tuple[str, str], ...] = _switch((), _pairs, "Provider of single ops.", "OP=PROVIDER,...")
     cpu_kv_mib: int = _switch(

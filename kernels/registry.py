@@ -165,11 +165,15 @@ class TableRow:
     available: Mapping[str, bool]  # provider -> whether it has the op on this device
 
 
-def table(device: torch.device | str = "cpu") -> tuple[list[TableRow], dict[str, str]]:
-    """Op x provider on a device under automatic choice, and why providers that are not available are not."""
+def table(device: torch.device | str = "cpu", profile: str | None = None) -> tuple[list[TableRow], dict[str, str]]:
+    """Op x provider on a device under automatic choice for a rounding profile, and why providers that are not available
+    are not."""
     device = torch.device(device)
     tables, reasons = _available(device)
     order = _order(device, "auto", tables)
     have: dict[str, Mapping[str, Any]] = {p.name: tables.get(p.name, {}) for p in _PROVIDERS}
-    rows = [TableRow(op, _first(order, op, tables), {name: op in ops for name, ops in have.items()}) for op in OP_NAMES]
+    rows = [
+        TableRow(op, _first(order, op, tables, profile), {name: op in ops for name, ops in have.items()})
+        for op in OP_NAMES
+    ]
     return rows, reasons

@@ -1,7 +1,8 @@
 """Rounding profiles: which of the published implementations' rounding points a model follows.
 
 ``model``      DeepSeek's published inference code. The default, and what "right" means in tests.
-``deepinfer``  DeepSeek's production engine: FP8 output projection, index scores summed in float32.
+``deepinfer``  DeepSeek's production engine: FP8 output projection, index scores summed in float32. Providers may
+serve it with a faster, less exact class of an op (Hopper: the experts; ``force={"moe_experts": "cuda"}`` does not).
 ``float32``    for debugging: activations are never rounded nor cast to FP8; weights, latents and index keys keep
 their formats.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -108,7 +109,7 @@ def _ops() -> tuple[dict[str, dict[str, str]], list[tuple[int, str]]]:
     from ..kernels import providers, table
 
     device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-    rows, reasons = table(device)
+    rows, reasons = table(device, os.environ.get("DEEPINFER_PROFILE", "model"))
     ops, problems = {}, []
     for row in rows:
         ops[row.op] = {
@@ -123,7 +124,11 @@ def _ops() -> tuple[dict[str, dict[str, str]], list[tuple[int, str]]]:
     if slow and device != "cpu":
         problems.append((DEGRADED, f"the slow torch reference serves {', '.join(slow)} on {device}"))
     if device != "cpu":  # for which there is nothing but the reference
-        meant = {provider.name for provider in providers() if provider.device in (None, device.split(":")[0])}
+        meant = {
+            provider.name
+            for provider in providers()
+            if provider.device in (None, device.split(":")[0]) and not provider.fast  # of another one's ops
+        }
         missing = [
             f"provider {name} is not available on {device}: {why}" for name, why in reasons.items() if name in meant
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +27,8 @@ from deepinfer_plugin.runtime.parallel import parallel_of_server
 from deepinfer_plugin.runtime.threads import compute_threads
 from deepinfer_plugin.settings import Settings
 
+logger = logging.getLogger(__name__)
+
 
 class DeepInferForCausalLM(nn.Module):
     """One rank's network. SGLang builds it on the target device, then calls ``load_weights`` once and ``forward``
@@ -48,6 +51,8 @@ class DeepInferForCausalLM(nn.Module):
         self.checkpoint: Checkpoint | None = Checkpoint.open(path, v41)
         self.debug = settings.debug
         ops = select(device.type, settings.provider, dict(settings.ops), profile=settings.profile)
+        for name in dict.fromkeys(ops.choices.values()):
+            logger.info("ops of %s: %s", name, ", ".join(op for op, chosen in ops.choices.items() if chosen == name))
         self.parallel = parallel_of_server(settings, v41)
         self.balancer: Balancer | None = None
         table = EngramTable.load(path, v41)

@@ -1,5 +1,6 @@
 // Routed experts, exact class: products of bf16 activations, which hold FP8/32 values exactly, with MXFP4 weights,
-// dequantised to bf16 in registers, exactly too. Sums are float32. How it works: experts.cuh.
+// dequantised to bf16 in registers, exactly too. Sums are float32. How it works: experts.cuh. One more macro: NAN_SCALES
+// (some weight scale is NaN).
 
 constexpr int TOKEN = 2, SCALED = 0;
 #include "experts.cuh"

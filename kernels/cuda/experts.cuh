@@ -20,7 +20,7 @@
 // anything is stored. The sum over K of a token has one order, whatever shares its tile.
 //
 // Macros: EXPERTS, TOPK, K (padded to 128), ROW_TILES (of 64 weight rows, a multiple of four), WARPGROUPS, GATED (first
-// product), NMAX, STEP, STAGES, OUT (row length of the output), NAN_SCALES (some weight scale is NaN), FEWEST and MOST
+// product), NMAX, STEP, STAGES, OUT (row length of the output), FEWEST and MOST
 // (tokens of the experts that this kernel serves; others are left alone). The class defines TOKEN, the bytes of a
 // channel of a token, and SCALED, whether tokens have a float32 scale for each stage: [expert][128 channels][token].
 
@@ -28,10 +28,10 @@ constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 // Registers of a lane that computes and of one that copies. Together they must be what the block was given at its
 // start: a warp that asks for more waits forever.
 constexpr int GIVEN = 65536 / THREADS / 8 * 8;
-constexpr int COMPUTING = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : 240, COPYING = WARPGROUPS == 2 ? 24 : 32;
+constexpr int COMPUTING = WARPGROUPS == 4 ? 112 : 240, COPYING = WARPGROUPS == 4 ? 32 : 24;
 static_assert(CONSUMERS * COMPUTING + 128 * COPYING <= THREADS * GIVEN, "");
 constexpr int K_TILES = K / 128, BLOCKS = ROW_TILES / WARPGROUPS;
-static_assert(ROW_TILES % 4 == 0, "four tiles lie together");
+static_assert(ROW_TILES % 4 == 0 && 4 % WARPGROUPS == 0, "four tiles lie together");
 constexpr int CODES = 4096, TILE = CODES + 256;
 constexpr int GROUP = 8 * 128 * TOKEN;  // bytes of eight tokens x 128 channels
 constexpr int TOKENS = WARPGROUPS * TILE, SCALES = TOKENS + NMAX / 8 * GROUP;  // where they are in a stage
@@ -182,6 +182,7 @@ struct Pipeline {  // in shared memory: barriers of full and of empty stages, an
         return descriptor(__shfl_sync(~0u, base + index * STAGE + TOKENS, 0), 128, GROUP);
     }
     __device__ __forceinline__ void release(int index) const {
+        __syncwarp();  // other lanes have read it too
         if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * index);
     }
 };

@@ -45,13 +45,10 @@ __device__ __forceinline__ u32 select_bytes(u32 a, u32 b, u32 selector) {
 
 // One word: eight codes of a row under one scale, half of the left operand of a wgmma step. A nibble's lower three bits
 // are a magnitude, the first four codes in the lower half. The sign bits of these lie where bytes have theirs, those of
-// the other four a shift away. ``scale``: exponent above the least, 0 to 11.
+// the other four a shift away. ``scale``: exponent above the least, 0 to 11; where it is missing the row's factor is NaN.
 __device__ __forceinline__ void dequantise(u32 word, u32 scales, int block, u32& low, u32& high) {
     const u32 scale = __byte_perm(scales, 0, 0x4440 + block);
-    u32 small = 0x14100800u + scale * 0x08080800u, large = 0x24201C18u + scale * 0x08080808u;
-#if NAN_SCALES
-    if (scale == 255) small = large = 0x7F7F7F7Fu;
-#endif
+    const u32 small = 0x14100800u + scale * 0x08080800u, large = 0x24201C18u + scale * 0x08080808u;
     const u32 magnitudes = word & 0x77777777u;
     low = select_bytes(small, large, magnitudes) | word & 0x80808080u;
     high = select_bytes(small, large, magnitudes >> 16) | word << 4 & 0x80808080u;

@@ -11,6 +11,7 @@ It rounds where the exact class does. Beyond that:
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from .jit import SHARED_BYTES
 COLUMNS, STEP = 64, 8  # tokens of a piece of work, and what their number is rounded up to
 BINADES = 12  # of scales in which an e2m1 code is a normal e4m3 value: exponents -5 to 6
 LARGEST = 6
+NAN_BITS = 0x7FC00000
 # Code of the nearest e2m1 magnitude to that of a code over 2^n, ties to even codes.
 ROUNDED = (
     (0, 1, 2, 3, 4, 5, 6, 7),
@@ -53,8 +55,7 @@ class Product:
     """The weights of one product, for all experts."""
 
     tiles: Tensor  # uint8 [experts, row tiles / BLOCK, channel tiles, BLOCK, TILE_BYTES]
-    factors: Tensor  # float32 [experts, rows], powers of two taken out of the scales
-    nan_scales: bool
+    factors: Tensor  # float32 [experts, rows], powers of two taken out of the scales; NaN where a scale of the row is
 
     def kernel(self, topk: int, gated: bool, out: int) -> tuple[jit.Kernel, int]:
         """The kernel, and the bytes of shared memory it wants."""
@@ -76,7 +77,6 @@ class Product:
             STEP=STEP,
             STAGES=stages,
             OUT=out,
-            NAN_SCALES=int(self.nan_scales),
             FEWEST=1,
             MOST=1 << 30,
         )
@@ -102,7 +102,6 @@ def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts
 
 
 def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
-    """A NaN among the scales counts only if ``prepare_experts`` met one, as in the exact class."""
     rows = alternating(experts.inner, w13.device), torch.arange(experts.hidden, device=w2.device)
     _pack_one(w13, s13, rows[0], experts.gate_up.tiles[slot], experts.gate_up.factors[slot])
     _pack_one(w2, s2, rows[1], experts.down.tiles[slot], experts.down.factors[slot])
@@ -124,10 +123,10 @@ def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
     tiles = empty_tiles(experts, rows.shape[0], 2 * half, codes.device)
     factors = torch.empty(experts, tiles.shape[1] * BLOCK * ROWS, dtype=torch.float32, device=codes.device)
     if codes.is_meta:  # only shapes are asked for
-        return Product(tiles, factors, nan_scales=False)
+        return Product(tiles, factors)
     for expert in range(experts):  # one at a time: the unpacked form is eight times as large
         _pack_one(codes[expert], scales[expert], rows, tiles[expert], factors[expert])
-    return Product(tiles, factors, bool((scales.view(torch.uint8) == 255).any()))
+    return Product(tiles, factors)
 
 
 def _pack_one(codes: Tensor, scales: Tensor, rows: Tensor, tiles: Tensor, factors: Tensor) -> None:
@@ -144,11 +143,20 @@ def _pack_one(codes: Tensor, scales: Tensor, rows: Tensor, tiles: Tensor, factor
     below = (largest - exponents).clamp(min=0)  # a block of zeros may have any scale
     stored = (BINADES - 1 - below).clamp(min=0).masked_fill(missing, 255).to(torch.uint8)
     beyond = (below - BINADES + 1).clamp(0, len(ROUNDED) - 1)
-    rounded = torch.tensor(ROUNDED, dtype=torch.uint8, device=codes.device).flatten()
-    nibbles = rounded[beyond[..., None] * 8 + (nibbles & 7)] | nibbles & 8
+    nibbles = _rounded(codes.device)[beyond[..., None] * 8 + (nibbles & 7)] | nibbles & 8
 
     fill(tiles, _words(nibbles.flatten(1)), stored)
-    factors.copy_(torch.exp2((largest[:, 0] - 127 - LARGEST).to(torch.float64)))
+    largest = largest[:, 0]
+    factor = torch.exp2((largest - 127 - LARGEST).to(torch.float64)).to(torch.float32)
+    # A missing scale makes the row NaN for whoever chose the expert, so it can be in the factor, beside the largest.
+    spoiled = (largest | NAN_BITS).view(torch.float32)
+    factors.copy_(torch.where(missing.any(-1), spoiled, factor))
+
+
+@functools.cache
+def _rounded(device: torch.device) -> Tensor:
+    """``ROUNDED`` as uint8 [6 * 8]; made once, for it is a copy that waits for the device."""
+    return torch.tensor(ROUNDED, dtype=torch.uint8, device=device).flatten()
 
 
 def _words(nibbles: Tensor) -> Tensor:
@@ -168,7 +176,8 @@ def _words(nibbles: Tensor) -> Tensor:
 def _unpack_one(tiles: Tensor, factors: Tensor, rows: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     """Codes uint8 [N, K/2] and scales UE8M0 [N, K/32] of an expert."""
     words, stored = spread(tiles)
-    largest = factors.double().log2().round().to(torch.int32) + 127 + LARGEST
+    exponent = factors.double().log2().round().nan_to_num(0).to(torch.int32)
+    largest = torch.where(factors.isnan(), factors.view(torch.int32) & 0xFF, exponent + 127 + LARGEST)
     scales = (largest[:, None] - (BINADES - 1) + stored.to(torch.int32)).clamp(min=0)
     scales = scales.masked_fill(stored == 255, 255).to(torch.uint8)
     place = rows.argsort()  # of each row among the tiles'

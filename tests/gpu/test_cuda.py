@@ -267,7 +267,8 @@ def test_every_op_has_a_kernel():
 @pytest.mark.parametrize("profile", ["model", "deepinfer"])
 def test_network_agrees_with_the_reference(tiny, profile):
     """Other legal orders of summation move logits a little, and now and then an expert or a selected group flips."""
-    ours, reference = V41.load(tiny, profile=profile, device="cuda"), V41.load(tiny, profile=profile)
+    ours, reference = V41.load(tiny, "auto", profile, device="cuda"), V41.load(tiny, profile=profile)
+    assert ours.ops.choices["moe_experts"] == {"model": "cuda", "deepinfer": "cuda-fast"}[profile]
     ids = torch.randint(10, reference.config.vocab_size - 10, (300,), generator=torch.Generator().manual_seed(3))
     assert torch.equal(ours.engram_rows(ids).cpu(), reference.engram_rows(ids))
     got, want = ours.logits(ids).cpu(), reference.logits(ids)
@@ -277,8 +278,9 @@ def test_network_agrees_with_the_reference(tiny, profile):
     assert error.median() < 0.05 and same > 0.9
 
 
-def test_chunks_do_not_change_a_bit(tiny):
-    model = V41.load(tiny, device="cuda")
+@pytest.mark.parametrize("profile", ["model", "deepinfer"])
+def test_chunks_do_not_change_a_bit(tiny, profile):
+    model = V41.load(tiny, "auto", profile, device="cuda")
     ids = torch.randint(10, model.config.vocab_size - 10, (260,), generator=torch.Generator().manual_seed(4))
     whole = model.session(300).extend(ids)
     for chunk in (16, 1):
