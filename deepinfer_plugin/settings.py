@@ -50,7 +50,7 @@ def _speculation(text: str) -> str:
 def _provider(text: str) -> str:
     from .kernels import providers
 
-    legal = ("auto", *(provider.name for provider in providers() if not provider.fast))  # those have a few ops only
+    legal = ("auto", *(provider.name for provider in providers() if not provider.special))  # those have a few ops only
     if text not in legal:
         raise _Illegal(", ".join(legal))
     return text

@@ -34,11 +34,12 @@ class Provider:
     device: str | None = None  # the only device type it is for, if there is one
     check: Callable[[Ops], None] | None = None  # asked when a table with its ops is made for an accelerator
     profiles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # op -> the only rounding profiles it serves
-    fast: bool = False  # ops of another provider, less exactly: automatic choice takes them in those profiles only
+    special: bool = False  # a few ops that another provider has too: automatic choice takes them in those profiles only
 
 
 _PROVIDERS: list[Provider] = [
-    Provider("cuda-fast", cuda.unavailable, cuda.fast_ops, "cuda", profiles=cuda.FAST_PROFILES, fast=True),
+    Provider("cuda-fast", cuda.unavailable, cuda.fast_ops, "cuda", profiles=cuda.FAST_PROFILES, special=True),
+    Provider("cuda-attention", cuda.unavailable, cuda.attention_ops, "cuda", special=True),
     Provider("cuda", cuda.unavailable, cuda.ops, "cuda", identity.check),
     Provider("blackwell", blackwell.unavailable, blackwell.ops, "cuda", identity.check, blackwell.PROFILES),
     Provider("ascend", ascend.unavailable, ascend.ops, "npu", identity.check),
@@ -152,7 +153,7 @@ def _order(device: torch.device, provider: str, tables: Tables) -> list[str]:
 
 
 def _first(order: list[str], op: str, tables: Tables, profile: str | None = None) -> str | None:
-    passed_over = {known.name for known in _PROVIDERS if known.fast and profile not in known.profiles.get(op, ())}
+    passed_over = {known.name for known in _PROVIDERS if known.special and profile not in known.profiles.get(op, ())}
     return next((name for name in order if name not in passed_over and op in tables[name]), None)
 
 

@@ -127,7 +127,7 @@ def _ops() -> tuple[dict[str, dict[str, str]], list[tuple[int, str]]]:
         meant = {
             provider.name
             for provider in providers()
-            if provider.device in (None, device.split(":")[0]) and not provider.fast  # of another one's ops
+            if provider.device in (None, device.split(":")[0]) and not provider.special  # of another one's ops
         }
         missing = [
             f"provider {name} is not available on {device}: {why}" for name, why in reasons.items() if name in meant

@@ -52,6 +52,18 @@ def every_fast_op() -> dict[str, Callable[..., Any]]:
     )
 
 
+def attention_ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
+    """Op -> implementation of attention in CUDA C++: faster, and only where asked for until the contract suite has run
+    with it on a GPU."""
+    return every_attention_op() if device.type == "cuda" else {}
+
+
+def every_attention_op() -> dict[str, Callable[..., Any]]:
+    from . import attention_cpp
+
+    return _by_name(attention_cpp.sparse_attention)
+
+
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation; on a CPU those that Triton can interpret."""
     return every_op() if device.type == "cuda" else _triton()

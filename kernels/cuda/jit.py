@@ -62,28 +62,34 @@ class Source:
 
 
 def wgmma(n: int) -> str:
-    """C++ of the instructions d[64, n] (+)= a[64, k] in registers times b[k, n] in shared memory, float32 sums, 32
-    bytes of a row a step: bf16 (k = 16) is ``wgmma_n*``, e4m3 (k = 32) ``wgmma_fp8_n*``.
+    """C++ of the instructions d[64, n] (+)= a[64, k] times b[k, n], float32 sums, 32 bytes of a row a step.
 
-    The operand list grows with n, which no template can write.
+    bf16 (k = 16) ``wgmma_n*`` and e4m3 (k = 32) ``wgmma_fp8_n*`` take a from registers, ``wgmma_shared_n*`` (bf16) from
+    shared memory; b is in shared memory, along k, or along n for ``wgmma_across_n*`` (bf16, a from registers). The
+    operand list grows with n, which no template can write.
     """
     count = n // 2
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     accumulators = ", ".join(f"%{i}" for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
+    registers = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+    forms = (
+        ("wgmma_n", "k16.f32.bf16.bf16", 4, ", 1, 1, 0"),
+        ("wgmma_across_n", "k16.f32.bf16.bf16", 4, ", 1, 1, 1"),
+        ("wgmma_shared_n", "k16.f32.bf16.bf16", 0, ", 1, 1, 0, 0"),
+        ("wgmma_fp8_n", "k32.f32.e4m3.e4m3", 4, ", 1, 1"),
+    )
     return "".join(
         f"""
-__device__ __forceinline__ void {name}{n}(float (&d)[{count}], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                          unsigned long long b, int accumulate) {{
-    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
-        "wgmma.mma_async.sync.aligned.m64n{n}{kind} {{{accumulators}}}, {{{a}}}, %{count + 4}, p{ending};}}"
-        : {outputs} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
+__device__ __forceinline__ void {name}{n}(float (&d)[{count}], {
+            "unsigned a0, unsigned a1, unsigned a2, unsigned a3" if lanes else "unsigned long long a"
+        }, unsigned long long b, int accumulate) {{
+    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + (lanes or 1) + 1}, 0; "
+        "wgmma.mma_async.sync.aligned.m64n{n}{kind} {{{accumulators}}}, {registers if lanes else f"%{count}"}, "
+        "%{count + (lanes or 1)}, p{ending};}}"
+        : {outputs} : {'"r"(a0), "r"(a1), "r"(a2), "r"(a3)' if lanes else '"l"(a)'}, "l"(b), "r"(accumulate));
 }}
 """
-        for name, kind, ending in (
-            ("wgmma_n", "k16.f32.bf16.bf16", ", 1, 1, 0"),
-            ("wgmma_fp8_n", "k32.f32.e4m3.e4m3", ", 1, 1"),
-        )
+        for name, kind, lanes, ending in forms
     )
 
 

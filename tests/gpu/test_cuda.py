@@ -3,15 +3,19 @@ tokens an expert, long contexts, large page ids, graph capture, poisoned outputs
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from deepinfer_plugin.kernels import Ops, select
 from deepinfer_plugin.kernels import cuda as provider
+from deepinfer_plugin.kernels.cuda import attention_cpp
 from deepinfer_plugin.kernels.reference import formats
 from deepinfer_plugin.model import V41
 
+from ..kernels.cases import Random
 from ..kernels.test_contract import assert_close
 
 pytestmark = [
@@ -255,6 +259,122 @@ def test_a_captured_step_replays(tables):
     graph.replay()
     for replayed, eager in zip(out, step(), strict=True):
         assert torch.equal(replayed, eager)
+
+
+# ---- attention at the released width ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attending() -> Ops:
+    return select("cuda", force={"sparse_attention": "cuda-attention"})
+
+
+def attention(rows: int, heads: int, chosen: int | None, context: int = 3000, per_request: int = 4) -> dict[str, Any]:
+    """A call with ``rows`` verified rows, ``per_request`` a request; NaN bytes wherever nothing may be read."""
+    r = Random(rows * 1000 + heads, torch.bfloat16)
+    row = torch.arange(rows)
+    request, fresh = row // per_request, row % per_request
+    start = r.ints(0, context, rows // per_request + 1)
+    start[0] = 0
+    positions = start[request] + fresh
+    ring = r.window(rows // per_request + 2, 134, 512)
+    for each, first in enumerate(start.tolist()):
+        ring[each, first:] = 255  # positions that nobody has written yet
+    args: dict[str, Any] = {
+        "q": r.normal(rows, heads, 512) * 2,
+        "window": r.window(rows, 512),
+        "positions": positions,
+        "fresh": fresh,
+        "row_slots": request,
+        "window_floor": torch.zeros_like(row),
+        "ring": ring,
+        "window_len": 128,
+        **dict.fromkeys(("latent", "latent_scale", "page_table", "requests", "selected")),
+        "sink": r.normal(heads, dtype=torch.float32) * 3,
+        "scale": 512**-0.5,
+        "block_future": None,
+    }
+    if chosen is not None:
+        groups = 64
+        requests = rows // per_request + 1
+        wide = -(-context // groups)
+        pool = torch.full((requests * wide + 1, groups * (256 + 32) + 64), 255, dtype=torch.uint8)
+        latent, latent_scale = (
+            pool[:, a : a + groups * n].unflatten(1, (groups, n)) for a, n in ((0, 256), (groups * 256, 32))
+        )
+        values, scales = r.latents(requests * wide, groups, 512)
+        latent[1:], latent_scale[1:] = values, scales
+        selected = r.ints(0, context, rows, chosen)
+        selected[r.mask(rows, chosen)] = -1
+        selected[::3, chosen // 3 :] = -1
+        args |= {
+            "latent": latent,
+            "latent_scale": latent_scale,
+            "page_table": r.distinct(requests * wide, requests * wide).view(requests, wide) + 1,
+            "requests": request,
+            "selected": selected,
+        }
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in args.items()}
+
+
+ATTENTION_ROWS = ("q", "window", "positions", "fresh", "row_slots", "window_floor", "requests", "selected")
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("chosen", [None, 0, 12, 512, 1100])
+def test_attention_of_ragged_rows(tables, attending, heads, chosen):
+    """Fewer and more rows than multiprocessors, from position 0 on, batch and ring, any number of selected groups."""
+    ours, reference = attending, tables[1]
+    args = attention(300 if heads == 64 else 40, heads, chosen)
+    assert attention_cpp.served(*(args[name] for name in ("q", "window", "ring", "latent", "latent_scale", "selected")))
+    got = ours.sparse_attention(**args)
+    want = reference.sparse_attention(**args)
+    assert_close(got, want, 4)
+    error = ((got - want).float().norm() / want.float().norm()).item()
+    assert error < 5e-4, error
+    again = ours.sparse_attention(**args)
+    assert torch.equal(got, again)
+    first = {name: value[:4] if name in ATTENTION_ROWS and value is not None else value for name, value in args.items()}
+    assert torch.equal(ours.sparse_attention(**first), got[:4])
+
+
+@pytest.mark.parametrize("where", ["q", "window", "latent"])
+def test_attention_keeps_a_nan_where_it_is(tables, attending, where):
+    ours, reference = attending, tables[1]
+    args = attention(40, 64, 512)
+    if where == "q":
+        args["q"][7, 5, 100] = torch.nan
+    elif where == "window":
+        args["window"][7, 3] = 0x7F
+    else:
+        args["latent_scale"][args["page_table"][1, 2], 5, 3] = 0x7F
+    got, want = ours.sparse_attention(**args), reference.sparse_attention(**args)
+    assert want.isnan().any() and not want.isnan().all()
+    assert_close(got, want, 4)
+
+
+def test_attention_of_a_draft_block_and_of_no_key(tables, attending):
+    ours, reference = attending, tables[1]
+    args = attention(40, 64, None)
+    args["block_future"] = 3 - args["fresh"]
+    args["window_floor"] = (args["positions"] - args["fresh"] - 128).clamp(min=0)
+    assert_close(ours.sparse_attention(**args), reference.sparse_attention(**args), 4)
+    args["block_future"] = None
+    args["window_floor"] = torch.where(args["fresh"] % 2 == 0, 1 << 20, 0)
+    got = ours.sparse_attention(**args)
+    assert_close(got, reference.sparse_attention(**args), 4)
+    assert not got[0::2].any() and got[1::2].any()
+
+
+def test_attention_of_extreme_logits_and_sinks(tables, attending):
+    """Logits of hundreds, a sink far above and far below them, keys of very different size."""
+    ours, reference = attending, tables[1]
+    args = attention(40, 64, 512)
+    args["q"] *= 30
+    args["sink"][::3], args["sink"][1::3] = 500.0, -torch.inf
+    args["window"][::5, 512:] = 128
+    args["window"][1::5, 512:] = 100
+    assert_close(ours.sparse_attention(**args), reference.sparse_attention(**args), 8)
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------

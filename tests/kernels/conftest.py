@@ -15,7 +15,7 @@ PROVIDERS = [
     pytest.param((device, provider), id=provider.name if device.type == "cpu" else f"{device.type}-{provider.name}")
     for device in DEVICES
     for provider in providers()
-    if provider.unavailable(device) is None and not provider.fast  # of some ops, and not to these tolerances
+    if provider.unavailable(device) is None and not provider.special  # a few ops, and some not to these tolerances
 ]
 
 

@@ -137,7 +137,7 @@ def test_a_provider_that_rounds_otherwise_is_refused():
 
 def test_a_fast_provider_is_for_its_profiles_only():
     profiles = {"dense": ("deepinfer",)}
-    register(Provider("quick", lambda device: None, lambda device: OPS, profiles=profiles, fast=True))
+    register(Provider("quick", lambda device: None, lambda device: OPS, profiles=profiles, special=True))
     try:
         chosen = select("cpu", profile="deepinfer").choices
         assert {op for op, name in chosen.items() if name == "quick"} == {"dense"}
