@@ -1,10 +1,13 @@
-"""Launches of the routed experts' kernels (``experts.cu``), and the layout of weights they read."""
+"""Launches of the routed experts' kernels of the exact class (``experts.cu``), the layout of weights they read, and
+what the fast class (``experts_fp8.py``) shares with them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,38 +78,72 @@ class Product:
         return kernel, stages * stage
 
 
+P = TypeVar("P", bound="Layout")
+
+
+class Layout(Protocol):
+    """The weights of one product in tiles, whatever the class of the kernel that reads them."""
+
+    @property
+    def tiles(self) -> Tensor: ...
+
+    @property
+    def factors(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
-class Experts:
-    gate_up: Product
-    down: Product
+class Experts(Generic[P]):
+    gate_up: P
+    down: P
     hidden: int
     inner: int
 
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """int64: which row comes where in the tiles of either product."""
+        device = self.down.tiles.device
+        return alternating(self.inner, device), torch.arange(self.hidden, device=device)
 
-def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
+
+def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts[Product]:
+    return laid_out(pack, w13, s13, w2, s2)
+
+
+def replace_expert(experts: Experts[Product], slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    """A NaN among the scales comes out as infinity or NaN if ``prepare_experts`` met none: the kernel that makes NaN of
+    it is another one."""
+    replace_with(_pack_one, experts, slot, w13, s13, w2, s2)
+
+
+def read_expert(experts: Experts[Product], slot: int) -> reference.moe.Expert:
+    return read_with(_unpack_one, experts, slot)
+
+
+def laid_out(
+    pack: Callable[[Tensor, Tensor, Tensor], P], w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor
+) -> Experts[P]:
+    """pack: (codes, scales, rows) of all experts -> the layout of a product."""
     inner, hidden = w13.shape[1] // 2, w2.shape[1]
-    return Experts(
-        gate_up=pack(w13, s13, alternating(inner, w13.device)),
-        down=pack(w2, s2, torch.arange(hidden, device=w2.device)),
-        hidden=hidden,
-        inner=inner,
-    )
+    gate_up = pack(w13, s13, alternating(inner, w13.device))
+    return Experts(gate_up, pack(w2, s2, torch.arange(hidden, device=w2.device)), hidden, inner)
 
 
-def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
-    """A NaN among the scales of ``w13`` or ``w2`` counts only if ``prepare_experts`` met one: the kernel that looks for
-    them is another one."""
-    rows = alternating(experts.inner, w13.device), torch.arange(experts.hidden, device=w2.device)
-    _pack_one(w13, s13, rows[0], experts.gate_up.tiles[slot], experts.gate_up.factors[slot])
-    _pack_one(w2, s2, rows[1], experts.down.tiles[slot], experts.down.factors[slot])
+def replace_with(
+    pack_one: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any], experts: Experts[P], slot: int, *raw: Tensor
+) -> None:
+    """pack_one: (codes, scales, rows, tiles, factors) of an expert. raw: w13, s13, w2, s2."""
+    for at, (product, rows) in enumerate(zip((experts.gate_up, experts.down), experts.rows(), strict=True)):
+        pack_one(raw[2 * at], raw[2 * at + 1], rows, product.tiles[slot], product.factors[slot])
 
 
-def read_expert(experts: Experts, slot: int) -> reference.moe.Expert:
+def read_with(
+    unpack_one: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]], experts: Experts[P], slot: int
+) -> reference.moe.Expert:
+    """unpack_one: (tiles, factors, rows, channels) of an expert -> its codes and scales."""
     gate_up, down = experts.gate_up, experts.down
-    rows = alternating(experts.inner, gate_up.tiles.device), torch.arange(experts.hidden, device=down.tiles.device)
+    rows = experts.rows()
     return (
-        *_unpack_one(gate_up.tiles[slot], gate_up.factors[slot], rows[0], experts.hidden),
-        *_unpack_one(down.tiles[slot], down.factors[slot], rows[1], experts.inner),
+        *unpack_one(gate_up.tiles[slot], gate_up.factors[slot], rows[0], experts.hidden),
+        *unpack_one(down.tiles[slot], down.factors[slot], rows[1], experts.inner),
     )
 
 
@@ -229,12 +266,25 @@ def _scales(scales: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return stored, torch.exp2(excess.to(torch.float32)), lost
 
 
-def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
+def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float) -> Tensor:
     if x.dtype == torch.float32:
         wide = reference.moe.experts_of(
             partial(read_expert, experts), experts.gate_up.tiles.shape[0], experts.hidden, experts.inner
         )
         return reference.moe.moe_experts(x, weights, ids, wide, limit)
+    return in_passes(_pass, x, weights, ids, experts, limit)
+
+
+def in_passes(
+    run: Callable[[Tensor, Tensor, Tensor, Experts[P], float, Tensor], None],
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    experts: Experts[P],
+    limit: float,
+) -> Tensor:
+    """float32 [T, hidden], as many tokens at a time as the memory of copies is meant to hold. run: the same and the
+    rows of the result that it fills."""
     tokens, topk = ids.shape
     if not topk:
         return torch.zeros(tokens, experts.hidden, dtype=torch.float32, device=x.device)
@@ -244,11 +294,11 @@ def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit
         x = x.clone()  # it is read 16 bytes at a time
     for first in range(0, tokens, step):
         part = slice(first, first + step)
-        _pass(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), experts, limit, out[part])
+        run(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), experts, limit, out[part])
     return out
 
 
-def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float, out: Tensor) -> None:
+def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float, out: Tensor) -> None:
     tokens, topk = ids.shape
     count, pairs = experts.gate_up.tiles.shape[0], tokens * topk
     helper = experts.gate_up.kernel(FEW, topk, True, padded(experts.inner))[0]

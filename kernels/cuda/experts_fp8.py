@@ -24,13 +24,16 @@ from .experts import (
     BLOCK,
     CHANNELS,
     GROUP,
-    MOST_PAIRS,
     ROWS,
     TILE_BYTES,
-    alternating,
+    Experts,
     empty_tiles,
     fill,
+    in_passes,
+    laid_out,
     padded,
+    read_with,
+    replace_with,
     spread,
 )
 from .jit import SHARED_BYTES
@@ -83,38 +86,17 @@ class Product:
         return kernel, stages * stage
 
 
-@dataclass(frozen=True)
-class Experts:
-    gate_up: Product
-    down: Product
-    hidden: int
-    inner: int
+def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts[Product]:
+    return laid_out(pack, w13, s13, w2, s2)
 
 
-def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts:
-    inner, hidden = w13.shape[1] // 2, w2.shape[1]
-    return Experts(
-        gate_up=pack(w13, s13, alternating(inner, w13.device)),
-        down=pack(w2, s2, torch.arange(hidden, device=w2.device)),
-        hidden=hidden,
-        inner=inner,
-    )
+def replace_expert(experts: Experts[Product], slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
+    replace_with(_pack_one, experts, slot, w13, s13, w2, s2)
 
 
-def replace_expert(experts: Experts, slot: int, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> None:
-    rows = alternating(experts.inner, w13.device), torch.arange(experts.hidden, device=w2.device)
-    _pack_one(w13, s13, rows[0], experts.gate_up.tiles[slot], experts.gate_up.factors[slot])
-    _pack_one(w2, s2, rows[1], experts.down.tiles[slot], experts.down.factors[slot])
-
-
-def read_expert(experts: Experts, slot: int) -> reference.moe.Expert:
+def read_expert(experts: Experts[Product], slot: int) -> reference.moe.Expert:
     """With what was rounded as it was laid out: laid out once more it is the same."""
-    gate_up, down = experts.gate_up, experts.down
-    rows = alternating(experts.inner, gate_up.tiles.device), torch.arange(experts.hidden, device=down.tiles.device)
-    return (
-        *_unpack_one(gate_up.tiles[slot], gate_up.factors[slot], rows[0], experts.hidden),
-        *_unpack_one(down.tiles[slot], down.factors[slot], rows[1], experts.inner),
-    )
+    return read_with(_unpack_one, experts, slot)
 
 
 def pack(codes: Tensor, scales: Tensor, rows: Tensor) -> Product:
@@ -200,27 +182,17 @@ def _nibbles(words: Tensor) -> Tensor:
     return fields.reshape(row_tiles * ROWS, channel_tiles * CHANNELS)
 
 
-def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float) -> Tensor:
+def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float) -> Tensor:
     """
     Raises:
         ValueError: activations that are not bfloat16.
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(f"moe_experts of cuda-fast takes bfloat16 activations, not {x.dtype}")
-    tokens, topk = ids.shape
-    out = torch.empty(tokens, experts.hidden, dtype=torch.float32, device=x.device)
-    if not topk:
-        return out.zero_()
-    step = max(1, MOST_PAIRS // topk)
-    if x.data_ptr() % 16:
-        x = x.clone()  # it is read 16 bytes at a time
-    for first in range(0, tokens, step):
-        part = slice(first, first + step)
-        _pass(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), experts, limit, out[part])
-    return out
+    return in_passes(_pass, x, weights, ids, experts, limit)
 
 
-def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts, limit: float, out: Tensor) -> None:
+def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float, out: Tensor) -> None:
     tokens, topk = ids.shape
     count, pairs = experts.gate_up.tiles.shape[0], tokens * topk
     hidden, inner = padded(experts.hidden), padded(experts.inner)
