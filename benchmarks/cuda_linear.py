@@ -2,7 +2,7 @@
 
     python benchmarks/cuda_linear.py [--rows 8,64,256,4096] [--json FILE]
 
-cuBLAS multiplies by the weights expanded to bf16 (twice the memory) and does not cast its input, which ours does. us:
+cuBLAS multiplies by bf16 weights of the same shape (twice the memory) and does not cast its input, which ours does. us:
 medians of CUDA-graph replays over weights that rotate through more than the L2 cache; floor: the larger of bytes over
 4.3 TB/s and operations over 790 TFLOP/s (bf16), both measured on an H200. error: of ours, against the reference
 provider on the same inputs (up to 300 rows).

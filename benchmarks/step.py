@@ -5,7 +5,9 @@
 CONFIG is the config.json of a checkpoint. ``--ranks``: expert-parallel ranks, of which this one holds its share of the
 experts (a row chooses as many of them as its choices and those of the other ranks' rows would send here) and of the
 Engram tables. ``--each``: rows of a request, its newest token and the drafts that are verified with it. ``--prefill``:
-rows of a chunk that ends at the context, where that is long enough.
+rows of a chunk that ends at the context, where that is long enough. ``--profile``: the rounding profile, which also
+chooses the class of the experts. ``--stock-layers``: layers whose weights the stock step rotates through, 0: none of
+it.
 
 Milliseconds are medians of replays of one graph of the whole step with its logits, page tables as wide as the context;
 drafting, which only ours does, comes apart. Parts are timed inside a graph that also has events. The baseline is the
@@ -172,7 +174,9 @@ class Stock:
     """The same steps of stock kernels; why they do not run, if they do not."""
 
     def __init__(self, network: Network, layers: int, counts: list[int], parts: Parts):
-        self.parts, self.failed = parts, ""
+        self.parts, self.failed = parts, "" if layers else "not asked for"
+        if self.failed:
+            return
         try:
             import stock_step
 
@@ -238,9 +242,12 @@ def main() -> int:
     state = StatePool(StateLayout.of(network.config), max(counts) // args.each + 1, "cuda")
     sizes = sorted({count for count, _, _ in points})
     stock = Stock(network, args.stock_layers, sizes, parts)
+    loaded = torch.cuda.memory_allocated()
     network.prepare()  # not before: it drops what was loaded
+    now = torch.cuda.memory_allocated()
+    print(f"{now / 2**30:.1f} GiB with pages, state and stock; laying out added {(now - loaded) / 2**30:.2f}")
     found = []
-    print(f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB with stock\n{HEAD}\n{'| --- ' * 9}|", flush=True)
+    print(f"{HEAD}\n{'| --- ' * 9}|", flush=True)
     for count, each, context in points:
         rows = batch(network.config, pages, count, each, context)
         prefill, replays = each == count, 10 if each < count else 3

@@ -34,7 +34,7 @@ class Provider:
     device: str | None = None  # the only device type it is for, if there is one
     check: Callable[[Ops], None] | None = None  # asked when a table with its ops is made for an accelerator
     profiles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # op -> the only rounding profiles it serves
-    special: bool = False  # a few ops that another provider has too: automatic choice takes them in those profiles only
+    special: bool = False  # a few ops that another one has too: automatic choice takes them in their profiles or never
 
 
 _PROVIDERS: list[Provider] = [
@@ -86,7 +86,7 @@ def select(
             its ops. On a CPU the reference fills every gap. On any other device it never does by itself: a torch
             reference in float64 is right but so slow that running it there must be asked for.
         force: op -> provider name, before all else.
-        profile: the rounding profile of the model; None: not known, anything goes but what is only fast.
+        profile: the rounding profile of the model; None: not known, anything goes but what is special.
         check: on an accelerator, ask the providers' own checks, which use it; False for a process that must not.
 
     Raises:

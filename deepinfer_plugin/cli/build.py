@@ -84,7 +84,7 @@ def _config(path: Path | None) -> V41Config:
 
 
 def _network(config: V41Config, ranks: int, redundant: int, profile: str) -> Network:
-    """Without memory, laid out for the cuda provider.
+    """Without memory, laid out as the providers of Hopper do.
 
     Raises:
         ValueError: ranks among which the experts and their replicas do not divide, or an unknown profile.

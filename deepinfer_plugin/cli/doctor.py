@@ -54,8 +54,9 @@ class Report:
         lines += [f"{name:<16} {version or 'not installed'}" for name, version in self.versions.items()]
         lines += ["", "hooks"] + [f"  {name:<18} {state}" for name, state in self.hooks.items()]
         names = sorted({provider for row in self.ops.values() for provider in row})
-        lines += ["", "ops" + " " * 19 + "".join(f"{name:<14}" for name in names)]
-        lines += [f"  {op:<20}" + "".join(f"{row[name]:<14}" for name in names) for op, row in self.ops.items()]
+        width = 2 + max(map(len, names), default=0)
+        lines += ["", "ops" + " " * 19 + "".join(f"{name:<{width}}" for name in names)]
+        lines += [f"  {op:<20}" + "".join(f"{row[name]:<{width}}" for name in names) for op, row in self.ops.items()]
         if self.ascend:
             lines += ["", f"{'Ascend':<13}{'found':<24}supported"]
             lines += [f"  {item:<11}{row['found']:<24}{row['wanted']}" for item, row in self.ascend.items()]

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 EARLY = 4  # the first decision comes after this part of an interval
 CARRY = 16  # forwards between two questions whether rank 0 has decided
-CHUNK_BYTES = 4 << 20  # at 5 GB/s, a slow link, 0.8 ms: 2 % of a step of 42 ms
+CHUNK_BYTES = 4 << 20  # at 5 GB/s, a slow link, 0.8 ms: 2 % of a step of 36 ms
 LINK = 5e9  # bytes a second, until a migration has shown what it is
 STEP_S = 0.042  # likewise
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .migration import Round, rounds
 from .policy import Split, forecast, place
 
-MOE_SHARE = 0.44  # of a step's time is in routed experts: 18.5 of 42 ms (docs/kernels.md)
+MOE_SHARE = 0.44  # of a step's time is in routed experts: 43 to 49 % on an H200 (docs/kernels.md)
 SHUFFLED = 0.5  # of a layer's slots, for ``shuffle``
 
 

@@ -29,8 +29,9 @@ def token_extra(on_cpu: bool) -> int:
 
 def weight_bytes_of(part: Checkpoint, config: V41Config, device: str, balanced: bool) -> int:
     """What a rank holds once its part of a checkpoint is laid out (``Network.prepare``), and, if ``balanced``, what it
-    needs to move experts. Layouts hold every weight once and pad little; those of an Ascend (``device`` "npu") hold
-    experts twice, and the first half of the output projection in bf16 too."""
+    needs to move experts. Layouts hold every weight once and pad little; those of an Ascend (``device`` "npu") hold the
+    values of experts twice, and the first half of the output projection in bf16 too; scales that they repeat are not
+    counted."""
     held = part.nbytes + (balancing_bytes(config) if balanced else 0)
     if device == "npu":
         sizes = {name: tensor.nbytes for name, tensor in part.tensors.items() if name.endswith(".weight")}

@@ -53,8 +53,8 @@ def every_fast_op() -> dict[str, Callable[..., Any]]:
 
 
 def attention_ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation of attention in CUDA C++: faster, and only where asked for until the contract suite has run
-    with it on a GPU."""
+    """Op -> implementation of attention in CUDA C++: faster, and only where asked for until tests/gpu/test_cuda.py has
+    run with it on a GPU."""
     return every_attention_op() if device.type == "cuda" else {}
 
 

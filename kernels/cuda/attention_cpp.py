@@ -52,6 +52,8 @@ def sparse_attention(
     block_future: Tensor | None,
 ) -> Tensor:
     window = window if window.stride(1) == 1 else window.contiguous()
+    q = q.contiguous()
+    q = q.clone() if q.data_ptr() % 16 else q  # it is read 16 bytes at a time
     if not served(q, window, ring, latent, latent_scale, selected):
         return triton_attention.sparse_attention(
             q, window, positions, fresh, row_slots, window_floor, ring, window_len,
@@ -63,7 +65,7 @@ def sparse_attention(
     groups, chosen = (1, 0) if latent is None or selected is None else (latent.shape[1], selected.shape[1])
     KERNEL.launch(
         (min(rows, jit.multiprocessors(q.device)), heads // HEADS), 512, SHARED_BYTES,
-        q.contiguous(), window, *(each.contiguous() for each in (positions, fresh, row_slots, window_floor)), ring,
+        q, window, *(each.contiguous() for each in (positions, fresh, row_slots, window_floor)), ring,
         *(0 if each is None else each for each in (latent, latent_scale, page_table)),
         0 if requests is None else requests.contiguous(), 0 if selected is None else selected,
         sink.contiguous(), 0 if block_future is None else block_future.contiguous(), out,
