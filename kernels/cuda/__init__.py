@@ -55,10 +55,8 @@ def every_fast_op() -> dict[str, Callable[..., Any]]:
 def attention_ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation of attention in CUDA C++: faster, and only where asked for until tests/gpu/test_cuda.py has
     run with it on a GPU."""
-    return every_attention_op() if device.type == "cuda" else {}
-
-
-def every_attention_op() -> dict[str, Callable[..., Any]]:
+    if device.type != "cuda":
+        return {}
     from . import attention_cpp
 
     return _by_name(attention_cpp.sparse_attention)

@@ -72,19 +72,6 @@ __device__ __forceinline__ float exp2_(float x) {
     return r;
 }
 
-__device__ __forceinline__ u32 select_bytes(u32 a, u32 b, u32 by) {
-    u32 r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(by));
-    return r;
-}
-__device__ __forceinline__ float2 from_e4m3(u32 two) {  // the two lower bytes
-    float2 r;
-    asm("{.reg .b32 pair; .reg .b16 a, b;\n"
-        "cvt.rn.f16x2.e4m3x2 pair, %2; mov.b32 {a, b}, pair; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-        : "=f"(r.x), "=f"(r.y) : "h"((u16)two));
-    return r;
-}
-
 // ---- unpacking -----------------------------------------------------------------------------------------------------
 //
 // A warp unpacks eight keys of a tile, a lane 16 bytes at a time: eight lanes next to each other do the same channels

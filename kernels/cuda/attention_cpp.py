@@ -52,8 +52,7 @@ def sparse_attention(
     block_future: Tensor | None,
 ) -> Tensor:
     window = window if window.stride(1) == 1 else window.contiguous()
-    q = q.contiguous()
-    q = q.clone() if q.data_ptr() % 16 else q  # it is read 16 bytes at a time
+    q = jit.aligned(q.contiguous())
     if not served(q, window, ring, latent, latent_scale, selected):
         return triton_attention.sparse_attention(
             q, window, positions, fresh, row_slots, window_floor, ring, window_len,

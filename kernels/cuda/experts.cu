@@ -3,6 +3,7 @@
 // (some weight scale is NaN).
 
 constexpr int TOKEN = 2, SCALED = 0;
+#define MULTIPLY(N) wgmma_n##N
 #include "experts.cuh"
 
 __device__ __forceinline__ void warpgroup_barrier(int group) {
@@ -14,17 +15,10 @@ __device__ __forceinline__ void warpgroup_barrier(int group) {
 // What FP8/32 leaves of two values, of blocks with these largest magnitudes; all of them bf16.
 __device__ __forceinline__ u32 fp8_round_trip(u32 values, u32 amax) {
     const u32 scales = fp8_scales(amax);
-    u16 codes;
-    u32 halves;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes)
-        : "f"(high_float(values) * reciprocal(scales & 0xFFFF0000u)),
-          "f"(low_float(values) * reciprocal(scales << 16)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    float low, high;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-        : "=f"(low), "=f"(high) : "r"(halves));
-    return pack_bf16(or_nan(low_is_number(amax), low * low_float(scales)),
-                     or_nan(high_is_number(amax), high * high_float(scales)));
+    const float high = high_float(values) * reciprocal(scales & 0xFFFF0000u);
+    const float2 left = from_e4m3(to_e4m3(low_float(values) * reciprocal(scales << 16), high));
+    return pack_bf16(or_nan(low_is_number(amax), left.x * low_float(scales)),
+                     or_nan(high_is_number(amax), left.y * high_float(scales)));
 }
 
 // One word: eight codes of a row under one scale, the left operand of two wgmma steps. Codes of a half-word lie where
@@ -84,15 +78,6 @@ struct Result {
     float limit;
     u32 (*maxima)[GATED ? NMAX / 2 : 1][4];  // of two tokens, in each warp
 };
-
-template <int N> struct Product;
-#define PRODUCT(N)                                                                                                  \
-    template <> struct Product<N> {                                                                                 \
-        static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {   \
-            wgmma_n##N(d, a[0], a[1], a[2], a[3], b, accumulate);                                                   \
-        }                                                                                                           \
-    };
-FOR_EACH_WGMMA(PRODUCT)
 
 // gate and up of two tokens -> SwiGLU times the tokens' weights; pairs of bf16.
 __device__ __forceinline__ u32 swiglu(u32 gates, u32 ups, float2 weights, float limit) {

@@ -20,9 +20,9 @@
 // anything is stored. The sum over K of a token has one order, whatever shares its tile.
 //
 // Macros: EXPERTS, TOPK, K (padded to 128), ROW_TILES (of 64 weight rows, a multiple of four), WARPGROUPS, GATED (first
-// product), NMAX, STEP, STAGES, OUT (row length of the output), FEWEST and MOST
-// (tokens of the experts that this kernel serves; others are left alone). The class defines TOKEN, the bytes of a
-// channel of a token, and SCALED, whether tokens have a float32 scale for each stage: [expert][128 channels][token].
+// product), NMAX, STEP, STAGES, OUT (row length of the output), FEWEST and MOST (tokens of the experts that this kernel
+// serves; others are left alone). The class defines TOKEN, the bytes of a channel of a token, SCALED, whether tokens
+// have a float32 scale for each stage: [expert][128 channels][token], and MULTIPLY, its wgmma of N columns.
 
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 // Registers of a lane that computes and of one that copies. Together they must be what the block was given at its
@@ -167,6 +167,15 @@ struct Schedule {
         return {low, within / pieces, begins[low] + piece * NMAX, min(NMAX, all - piece * NMAX), Run(begins[low], all)};
     }
 };
+
+template <int N> struct Product;
+#define PRODUCT(N)                                                                                                  \
+    template <> struct Product<N> {                                                                                 \
+        static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {   \
+            MULTIPLY(N)(d, a[0], a[1], a[2], a[3], b, accumulate);                                                  \
+        }                                                                                                           \
+    };
+FOR_EACH_WGMMA(PRODUCT)
 
 // ---- the pipeline ------------------------------------------------------------------------------------------------
 

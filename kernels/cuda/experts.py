@@ -290,8 +290,7 @@ def in_passes(
         return torch.zeros(tokens, experts.hidden, dtype=torch.float32, device=x.device)
     out = torch.empty(tokens, experts.hidden, dtype=torch.float32, device=x.device)
     step = max(1, MOST_PAIRS // topk)
-    if x.data_ptr() % 16:
-        x = x.clone()  # it is read 16 bytes at a time
+    x = jit.aligned(x)
     for first in range(0, tokens, step):
         part = slice(first, first + step)
         run(x[part].contiguous(), weights[part].contiguous(), ids[part].contiguous(), experts, limit, out[part])

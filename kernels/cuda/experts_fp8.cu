@@ -13,6 +13,7 @@
 // The four tiles of a block are 128 channels of the second product: they agree on one scale per token.
 
 constexpr int TOKEN = 1, SCALED = 1;
+#define MULTIPLY(N) wgmma_fp8_n##N
 #include "experts.cuh"
 static_assert(WARPGROUPS == 4, "a block is 128 channels of the second product");
 
@@ -27,20 +28,12 @@ __device__ __forceinline__ u32 halves(float low, float high) {
 }
 // What FP8/32 leaves of two values, given in units of their scales, as e4m3 under scales that are coarser by ``ratio``.
 __device__ __forceinline__ u16 fp8_pair(float low, float high, u32 ratio) {
-    u16 codes;
+    u16 codes = to_e4m3(low, high);
     u32 halves;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
     asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(ratio));
     asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
     return codes;
-}
-
-// __byte_perm masks the selector, which these have been.
-__device__ __forceinline__ u32 select_bytes(u32 a, u32 b, u32 selector) {
-    u32 r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
-    return r;
 }
 
 // One word: eight codes of a row under one scale, half of the left operand of a wgmma step. A nibble's lower three bits
@@ -105,15 +98,6 @@ struct Result {
     float limit;
     u32 (*maxima)[16];  // of two tokens, in each warp
 };
-
-template <int N> struct Product;
-#define PRODUCT(N)                                                                                                  \
-    template <> struct Product<N> {                                                                                 \
-        static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {   \
-            wgmma_fp8_n##N(d, a[0], a[1], a[2], a[3], b, accumulate);                                               \
-        }                                                                                                           \
-    };
-FOR_EACH_WGMMA(PRODUCT)
 
 // gate and up of two tokens -> SwiGLU times the tokens' weights; pairs of bf16. The exponential and the reciprocal are
 // good to 2^-20, of which bf16 keeps 2^-9.

@@ -55,15 +55,9 @@ __device__ __forceinline__ void bulk_copy_to_both(u32 to, const void* from, int 
 __device__ __forceinline__ u32 fp8_round_trip2(u32 pair, u32 scale) {
     if (scale == 0x7F800000u) return 0x7FFF7FFFu;
     const float inverse = __uint_as_float((254u << 23) - scale), back = __uint_as_float(scale);
-    u16 codes;
-    u32 halves;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-        : "=h"(codes) : "f"(high_float(pair) * inverse), "f"(low_float(pair) * inverse));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    float low, high;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(low), "=f"(high) : "r"(halves));
-    return pack_bf16(low * back, high * back);
+    const float high = high_float(pair) * inverse;
+    const float2 left = from_e4m3(to_e4m3(low_float(pair) * inverse, high));
+    return pack_bf16(left.x * back, left.y * back);
 }
 
 // x [tokens, groups, channels] -> [groups][channels / 64][tokens of all pieces / 8][8 octets][8 tokens][8 channels],

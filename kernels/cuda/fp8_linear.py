@@ -113,8 +113,7 @@ def _multiply(x: Tensor, weight: Weight, cast: bool) -> Tensor:
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
     if not rows or not columns:
         return out
-    if x.data_ptr() % 16:
-        x = x.clone()  # it is read 16 bytes at a time
+    x = jit.aligned(x)
     groups, blocks, tiles, _ = weight.tiles.shape
     splits = weight.splits
     loops = splits > 1 and rows > MANY_ROWS

@@ -88,6 +88,26 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// Two values as e4m3, saturating, and back.
+__device__ __forceinline__ u16 to_e4m3(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+__device__ __forceinline__ float2 from_e4m3(u16 two) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+    float2 r;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(r.x), "=f"(r.y) : "r"(halves));
+    return r;
+}
+// __byte_perm without the mask of the selector.
+__device__ __forceinline__ u32 select_bytes(u32 a, u32 b, u32 selector) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+}
 __device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
