@@ -78,10 +78,21 @@ def write_tiny(
         expert_dim=expert_dim,
         max_position=max_position,
     )
+    return write_random(path, raw, tokenizer, seed)
+
+
+def write_random(
+    path: Path, raw: dict[str, Any], tokenizer: Tokenizer, seed: int = 0, device: str = "cpu"
+) -> V41Config:
+    """The checkpoint of a config.json of any size. Values are drawn on ``device``, and depend on what that is.
+
+    Raises:
+        ConfigError: ``raw`` is not a legal config; nothing is written.
+    """
     config = V41Config.from_dict(raw)
     path.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(tokenizer, path, max_position)
-    _write_shards(path, expected_tensors(config), _Values(config, tokenizer, seed))
+    write_tokenizer(tokenizer, path, raw["text_config"]["max_position_embeddings"])
+    _write_shards(path, expected_tensors(config), _Values(config, tokenizer, seed, torch.device(device)))
     generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id, "do_sample": True}
     _write_json(path / "generation_config.json", {**generation, "temperature": 1.0, "top_p": 1.0})
     _write_json(path / "config.json", raw)  # last: a directory without it is unfinished, and says so
@@ -210,8 +221,8 @@ def _raw_config(
 class _Values:
     """Values of every tensor, each from its own stream of random numbers, so that one does not depend on the others."""
 
-    def __init__(self, config: V41Config, tokenizer: Tokenizer, seed: int):
-        self.config, self.seed = config, seed
+    def __init__(self, config: V41Config, tokenizer: Tokenizer, seed: int, device: torch.device):
+        self.config, self.seed, self.device = config, seed, device
         self.silent = torch.tensor(special_ids(tokenizer))
         self.loud = torch.tensor([config.eos_token_id, tokenizer.token_to_id("</think>")])
 
@@ -277,13 +288,13 @@ class _Values:
         """Bases of pre, post and comb: streams that mostly keep to themselves."""
         streams = self.config.hc_mult
         values = 0.7 * self._normal(name, count)
-        values[2 * streams :] += 2 * torch.eye(streams).flatten()
+        values[2 * streams :] += 2 * torch.eye(streams, device=self.device).flatten()
         return values
 
     def _tiled(self, name: str, rows: int, columns: int) -> Tensor:
         """A matrix of uneven 32x32 tiles: with equal ones all scales would be equal, and a misplaced one right."""
         tiles = self._generator(f"{name} tiles").integers(-1, 2, (-(-rows // QUANT_BLOCK), -(-columns // QUANT_BLOCK)))
-        factors = torch.exp2(torch.from_numpy(tiles).float())
+        factors = torch.exp2(torch.from_numpy(tiles).float()).to(self.device)
         factors = factors.repeat_interleave(QUANT_BLOCK, 0).repeat_interleave(QUANT_BLOCK, 1)[:rows, :columns]
         return self._matrix(name, rows, columns) * factors * sqrt(4 / 7)  # 4/7: mean square of 1/2, 1, 2 is 7/4
 
@@ -292,6 +303,9 @@ class _Values:
         return self._normal(name, rows, columns) * (gain / sqrt(columns))
 
     def _normal(self, name: str, *shape: int) -> Tensor:
+        if self.device.type != "cpu":
+            generator = torch.Generator(self.device).manual_seed((self.seed << 32) + crc32(name.encode()))
+            return torch.randn(shape, generator=generator, device=self.device)
         return torch.from_numpy(self._generator(name).standard_normal(shape, dtype=np.float32))
 
     def _generator(self, name: str) -> np.random.Generator:

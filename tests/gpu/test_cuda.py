@@ -388,16 +388,19 @@ def test_every_op_has_a_kernel():
 
 @pytest.mark.parametrize("profile", ["model", "deepinfer"])
 def test_network_agrees_with_the_reference(tiny, profile):
-    """Other legal orders of summation move logits a little, and now and then an expert or a selected group flips."""
+    """Other legal orders of summation, and the arithmetic of the fast class, move logits a little, and now and then an
+    expert or a selected group flips: by less than the profile's own rounding does."""
     ours, reference = V41.load(tiny, "auto", profile, device="cuda"), V41.load(tiny, profile=profile)
     assert ours.ops.choices["moe_experts"] == {"model": "cuda", "deepinfer": "cuda-fast"}[profile]
     ids = torch.randint(10, reference.config.vocab_size - 10, (300,), generator=torch.Generator().manual_seed(3))
     assert torch.equal(ours.engram_rows(ids).cpu(), reference.engram_rows(ids))
     got, want = ours.logits(ids).cpu(), reference.logits(ids)
-    error = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    same = (got.argmax(-1) == want.argmax(-1)).double().mean()
+    unrounded = V41.load(tiny, profile="float32").logits(ids)
+    error, rounding = ((a - want).norm(dim=-1) / want.norm(dim=-1) for a in (got, unrounded))
+    same, kept = ((a.argmax(-1) == want.argmax(-1)).double().mean() for a in (got, unrounded))
     print(f"\n{profile}: logits off by {error.median():.2e} (median), {error.max():.2e} (most); same token {same:.3f}")
-    assert error.median() < 0.05 and same > 0.9
+    print(f"rounding alone: {rounding.median():.2e}, {rounding.max():.2e}; {kept:.3f}")
+    assert error.median() < rounding.median() and same >= kept
 
 
 @pytest.mark.parametrize("profile", ["model", "deepinfer"])

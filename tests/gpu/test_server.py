@@ -29,25 +29,31 @@ SERVERS = {
     "fixed": (*ROOM, "--deepinfer-speculation", "fixed", "--page-size", "64", "--disable-overlap-schedule"),
     "off": (*ROOM, "--deepinfer-speculation", "off", "--chunked-prefill-size", "256"),
     "eager": (*ROOM, "--disable-cuda-graph"),
+    "fast": (*ROOM, "--deepinfer-profile", "deepinfer"),
+    "TP2": (*ROOM, "--tp-size", "2"),
+    "DP2xEP2": (*ROOM, "--tp-size", "2", "--attn-dp-size", "2"),
 }
-
-
-@pytest.fixture(scope="module")
-def library():
-    return V41.load(TRAINED, "cuda", device="cuda")
 
 
 @pytest.fixture(scope="module", params=SERVERS)
 def server(request, tmp_path_factory):
+    if "--tp-size" in SERVERS[request.param] and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     log = tmp_path_factory.mktemp("gpu_server") / "server.log"
     with LocalServer(TRAINED, *SERVERS[request.param], log=log, timeout_s=240) as server:
         server.name = request.param
         yield server
 
 
-def generate(server, ids, count=48, **params):
+@pytest.fixture(scope="module")
+def library(server):
+    return V41.load(TRAINED, "auto", "deepinfer" if server.name == "fast" else "model", device="cuda")
+
+
+def generate(server, ids, count=48, group=None, **params):
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **params}
-    answer = requests.post(f"{server.url}/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=120)
+    body = {"input_ids": ids, "sampling_params": sampling, "routed_dp_rank": group}
+    answer = requests.post(f"{server.url}/generate", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -74,9 +80,10 @@ def test_requests_that_join_and_end(server, library):
 
 def test_a_prefix_hit_follows_the_rule(server, library):
     ids, size = prompt(500, 3), 64 if server.name == "fixed" else 128
-    generate(server, ids, 1)
+    group = 0 if server.name == "DP2xEP2" else None  # of attention: each has a cache of its own
+    generate(server, ids, 1, group)
     longer = ids + prompt(20, 4)
-    answer = generate(server, longer)
+    answer = generate(server, longer, group=group)
     cached = answer["meta_info"]["cached_tokens"]
     assert cached == 500 // size * size
     session = library.session(500)
@@ -106,5 +113,5 @@ def test_sampling_and_logprobs(server):
 def test_what_the_server_said(server):
     log = server.log.read_text(errors="replace")
     assert ("captured steps" in log) == (server.name != "eager")
-    assert ("captured drafting" in log) == (server.name in ("default", "fixed"))
+    assert ("captured drafting" in log) == (server.name not in ("off", "eager"))
     assert "Traceback" not in log
