@@ -3,11 +3,13 @@ no rows; no plain operation that torch_npu would hand to the CPU; no result with
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from deepinfer_plugin.kernels.ascend import dispatch
 from deepinfer_plugin.model.dispatched import TAIL, Dispatched
+from deepinfer_plugin.model.expert_map import ExpertMap
 from deepinfer_plugin.model.parallel import Alone, Ranks
 
 from .test_adapters import BF16, EXPERTS, F32, I64, TOPK, H, Recorder, has_kernel, t
@@ -16,16 +18,25 @@ SIZE = 8
 
 
 class Member(Alone):
-    """One of eight whose others never answer: nothing here needs them but the courier."""
+    """One of eight whose others answer as it does itself."""
 
     def __init__(self, rank: int):
         self.rank, self.size = rank, SIZE
 
+    def all_gather(self, x):
+        return x.expand(SIZE, *x.shape)
+
 
 class Every:
-    """Experts that give back what they get."""
+    """Experts that give back what they get, some of them in two slots."""
 
-    total = EXPERTS
+    def __init__(self, device: str):
+        self.map = ExpertMap(np.arange(EXPERTS + SIZE)[None] % EXPERTS, EXPERTS, SIZE)
+        self.map.replicas, self.map.shares = self.map.replicas.to(device), self.map.shares.to(device)
+        self.slots = self.map.slots
+
+    def assign(self, ids):
+        return self.map.assign(0, ids)
 
     def __call__(self, x, weights, ids):
         assert x.shape[0] == weights.shape[0] == ids.shape[0] and weights.dtype == F32 and ids.dtype == I64
@@ -58,7 +69,7 @@ def exchange(rank: int, counts: list[int], courier) -> Dispatched:
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_shapes_and_dtypes_with_idle_ranks(rank, counts):
     courier = dispatch.Dispatch("experts", rank, SIZE, 16 << 20)
-    result = exchange(rank, counts, courier).routed(Every(), *given(counts[rank], "meta"))
+    result = exchange(rank, counts, courier).routed(Every("meta"), *given(counts[rank], "meta"))
     assert result.shape == (counts[rank], H) and result.dtype == F32
 
 
@@ -82,7 +93,7 @@ def test_what_is_wrong_is_refused():
 def test_every_plain_operation_has_an_npu_kernel():
     inside = Recorder()
     with inside:
-        exchange(2, [5, 0, 20, 7, 0, 0, 0, 1], Loop()).routed(Every(), *given(20, "cpu"))
+        exchange(2, [5, 0, 20, 7, 0, 0, 0, 1], Loop()).routed(Every("cpu"), *given(20, "cpu"))
     missing = {seen for seen in inside.seen if seen.startswith("aten::") and not has_kernel(seen)}
     assert inside.seen and not missing, f"torch_npu would hand {', '.join(sorted(missing))} to the CPU"
 
