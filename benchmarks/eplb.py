@@ -38,8 +38,10 @@ from numpy.typing import NDArray
 
 from deepinfer_plugin.eplb import policy
 from deepinfer_plugin.eplb.balancer import CHUNK_BYTES, LINK, STEP_S
-from deepinfer_plugin.eplb.decide import Placed, Request, decide
+from deepinfer_plugin.eplb.decide import Request, decide
 from deepinfer_plugin.eplb.policy import Split, lp_bound
+from deepinfer_plugin.kernels import select
+from deepinfer_plugin.model.expert_map import ExpertMap
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "deepinfer_policy"
@@ -195,9 +197,10 @@ class Case:
     ours_even: float  # ... evenly, which it is not made for
     for_even: float  # another placement of ours, made for an even split and split so: --eplb-algorithm deepinfer
     for_even_bytes: int
-    served: float  # what the server's balancer makes of ``old`` (eplb/decide.py): fixed weights, if it moves at all
+    served: float  # what the server's balancer makes of ``old`` (eplb/decide.py), split as it is; on the sample
     current: float  # what not moving would have given
     sample: float  # ours on the sample of the bound
+    op: float  # ... split by ``Ops.assign_slots``, in whole tokens
     bound: float | None
     best: str  # of the published
     best_bytes: int
@@ -244,18 +247,27 @@ def bounds(counts: Counts, placement: Placement, ranks: int) -> NDArray[np.float
     return np.array(least) / (counts.sum(axis=2) / ranks)
 
 
-def served(seen: Counts, then: Counts, placement: Placement, ranks: int) -> float:
-    """Imbalance of the steps ``then`` if the server's balancer has decided on the steps ``seen`` before, with its own
-    interval, chunk and link."""
-    placed = Placed(placement, np.ones((len(placement), ranks)))
+def divided(counts: Counts, placement: Placement, ranks: int) -> NDArray[np.float64]:
+    """[steps, layers] as ``peaks``, by the op that the server splits with."""
+    ops, experts = select("cpu", "reference"), counts.shape[2]
+    places = ExpertMap(placement, experts, ranks)
+    busiest = np.empty(counts.shape[:2])
+    for step, layer in np.ndindex(counts.shape[:2]):
+        ids = torch.arange(experts).repeat_interleave(torch.from_numpy(counts[step, layer]))[:, None]
+        slots = places.assign(ops, layer, ids)
+        busiest[step, layer] = torch.bincount(slots.flatten() // places.slots, minlength=ranks).max()
+    return busiest / (counts.sum(axis=2) / ranks)
+
+
+def rearranged(seen: Counts, placement: Placement, ranks: int) -> Placement:
+    """What the server's balancer makes of a placement after the steps ``seen``, with its own interval, chunk and
+    link."""
     calls = -(-EXPERT_BYTES // CHUNK_BYTES) + 1
-    found = decide(Request(seen, placed, None, 1000, STEP_S, CHUNK_BYTES / LINK, calls))
-    if found.weights is not None:
-        moved = placement.copy()
-        for move in (move for moves in found.rounds for move in moves):
-            moved[move.layer, move.slot] = move.expert
-        placed = Placed(moved, found.weights)
-    return float((placed.peak(then) / (then.sum(axis=(0, 2)) / ranks)).mean())
+    found = decide(Request(seen, ranks, placement, None, 1000, STEP_S, CHUNK_BYTES / LINK, calls))
+    moved = placement.copy()
+    for move in (move for moves in found.rounds for move in moves):
+        moved[move.layer, move.slot] = move.expert
+    return moved
 
 
 def moved_bytes(new: Placement, old: Placement, ranks: int) -> int:
@@ -307,9 +319,10 @@ def measure(trace: str, counts: Counts, ranks: int, spare: int) -> Case:
         float(peaks(third, new, ranks, "even").mean()),
         float(peaks(third, even, ranks, "even").mean()),
         moved_bytes(even, even_old, ranks),
-        served(second, third, old, ranks),
+        float(divided(some, rearranged(second, old, ranks)[layers], ranks).mean()),
         float(peaks(third, old, ranks, "own").mean()),
         float(own[np.ix_(steps, layers)].mean()),
+        float(divided(some, new[layers], ranks).mean()),
         float(bounds(some, new[layers], ranks).mean()) if scipy else None,
         best,
         theirs[best][2],
@@ -354,7 +367,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if importlib.util.find_spec("scipy") is None:
         print("scipy is not installed: no bound, no published + LP")
-    names = ("DeepInfer", "deepseek", "ds_vec", "best+LP", "for even", "served", "even", "ours", "earlier", "bound")
+    theirs = ("DeepInfer", "deepseek", "ds_vec", "best+LP")
+    names = (*theirs, "for even", "served", "even", "ours", "earlier", "op", "bound")
     print(
         f"{'trace':>8} ranks spare | "
         + " ".join(f"{name:>9}" for name in names)
@@ -363,7 +377,7 @@ def main() -> None:
     found = []
     for case in cases(arguments.quick):
         found.append(case)
-        ours = case.for_even, case.served, case.ours_even, case.ours, case.ours_earlier, case.bound
+        ours = case.for_even, case.served, case.ours_even, case.ours, case.ours_earlier, case.op, case.bound
         columns = [*case.published.values(), case.published_lp, *ours]
         print(
             f"{case.trace:>8} {case.ranks:>5} {case.redundant:>5} | "

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from deepinfer_plugin.eplb.balancer import Balancer, Terms
-from deepinfer_plugin.eplb.decide import Decision, Placed, Request, shuffle
+from deepinfer_plugin.eplb.decide import Decision, Request, shuffle
 from deepinfer_plugin.model import V41
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.layout import Layout, expert_sets
@@ -61,8 +61,7 @@ def migrations(config: V41Config, layout: Layout, count: int) -> list[Decision]:
     placed, found = layout.target.copy(), []
     for seed in range(count):
         nobody = np.zeros((1, layers, experts), dtype=np.int32)
-        current = Placed(placed, np.ones((layers, RANKS)))
-        found.append(shuffle(Request(nobody, current, None, INTERVAL, 0.0, 0.0, 1), seed))
+        found.append(shuffle(Request(nobody, RANKS, placed, None, INTERVAL, 0.0, 0.0, 1), seed))
         for moves in found[-1].rounds:
             for move in moves:
                 placed[move.layer, move.slot] = move.expert

@@ -60,7 +60,7 @@ class Experts(nn.Module):
 
     def assign(self, ids: Tensor) -> Tensor:
         """Slots int64 [T, k], counted over all ranks, that compute expert ids [T, k] of all rows."""
-        return self.map.assign(self.layer, ids)
+        return self.map.assign(self.ops, self.layer, ids)
 
     # ---- experts that move -------------------------------------------------------------------------------------------
 

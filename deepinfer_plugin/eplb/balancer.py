@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer_plugin.model.expert_map import rounds
 from deepinfer_plugin.model.layout import Layout
 from deepinfer_plugin.model.moe import Experts
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.parallel import Ranks
 from deepinfer_plugin.runtime.memory_plan import WINDOW
 
-from .decide import Decision, Placed, Request
+from .decide import Decision, Request
 from .metrics import BalanceMetrics
 from .mover import Mover
 from .solver import Solver, SolverFailed
@@ -102,14 +103,14 @@ class BalancedSet:
 
     def __init__(self, name: str, layers: list[Experts], ranks: Ranks, terms: Terms, solver: Callable[[], Solver]):
         self.name, self.places, self.group, self.interval = name, layers[0].map, ranks.world, terms.interval
+        self.rounds = rounds(layers[0].ops)
         self.window = Window(self.places, min(WINDOW, terms.interval))
         self.mover = Mover(layers, self.places, ranks.world, terms.chunk_bytes)
         self.solver = solver() if ranks.world.rank == 0 else None
         self.metrics = BalanceMetrics()
         self.next = max(1, terms.interval // EARLY)  # at this many steps
         self.waiting: int | None = None  # forwards since the question
-        self.previous: Placed | None = None  # before the latest rebalance
-        self.weights: NDArray[np.float64] | None = None  # that come with the last move of a migration
+        self.previous: NDArray[np.int64] | None = None  # the placement before the latest rebalance
         self.step_s: deque[float] = deque(maxlen=WINDOW)
         self.call_s: deque[float] = deque(maxlen=WINDOW)
         self.last_step = 0.0
@@ -129,7 +130,6 @@ class BalancedSet:
         self.metrics.stalled(seconds)
         if self.mover.busy:
             return
-        self._weigh()
         if self.solver is not None:
             logger.info(
                 "%s experts: rebalanced, no step waited longer than %.2g s", self.name, self.metrics.longest_stall
@@ -161,12 +161,14 @@ class BalancedSet:
     def _question(self) -> Callable[[], Request]:
         counts, mover = self.window.snapshot(), self.mover
         known = {
-            "current": self._placed(),
+            "ranks": self.places.ranks,
+            "current": self.places.placement.copy(),
             "previous": self.previous,
             "interval": self.interval,
             "step_s": float(np.median(self.step_s)) if self.step_s else STEP_S,
             "call_s": float(np.mean(self.call_s)) if self.call_s else min(mover.chunk_bytes, mover.expert_bytes) / LINK,
             "calls_per_round": mover.calls_per_round,
+            "even_split": not self.rounds,
         }
         return lambda: Request(counts=counts(), **known)
 
@@ -183,16 +185,14 @@ class BalancedSet:
         metrics.balance = found.balance
         if found.real_gain is not None:
             metrics.real_gain = found.real_gain
-        if found.weights is None:
+        if not found.rounds:
             return
         metrics.rebalances += 1
         metrics.moved_experts += moves
         metrics.balance_before, metrics.balance_forecast = found.balance, found.forecast
         metrics.predicted_gain_seconds, metrics.predicted_cost_seconds = found.gain_s, found.cost_s
-        self.previous, self.weights = self._placed(), found.weights
+        self.previous = self.places.placement.copy()
         self.mover.begin(found.rounds)
-        if not self.mover.busy:
-            self._weigh()
         if self.solver is not None:
             logger.info(
                 "%s experts: balance %.3f, forecast %.3f after %d moves in %d rounds; %.2g s to gain, %.2g s to pay",
@@ -204,11 +204,3 @@ class BalancedSet:
                 found.gain_s,
                 found.cost_s,
             )
-
-    def _weigh(self) -> None:
-        """The weights that a decision came with, once its moves are done."""
-        assert self.weights is not None
-        self.places.weigh(self.weights)
-
-    def _placed(self) -> Placed:
-        return Placed(self.places.placement.copy(), self.places.weights)

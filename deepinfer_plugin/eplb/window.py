@@ -17,8 +17,8 @@ class Window:
     is no step. Every rank sees the ids of all rows, so all windows are alike."""
 
     def __init__(self, places: ExpertMap, steps: int):
-        self.places, device = places, places.replicas.device
-        shape = places.replicas.shape[:2]
+        self.places, device = places, places.home.device
+        shape = places.home.shape
         places.counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self.ring = torch.zeros(steps, *shape, dtype=torch.int32, device=device)
         self.seen = places.forwards

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..reference import split
 from . import attention, draft, engram, experts, gate, index, linear, memory, norm_rope, soc, streams
 
 
@@ -46,6 +47,7 @@ ANSWERS: Mapping[str, Answer] = {
     "top_groups": Answer((), "a stable sort of int32 keys"),
     "sparse_attention": Answer((), "keys dequantised row by row, float32 products: slow; FlashMLA where asked for"),
     "moe_gate": Answer(("npu_moe_gating_top_k",), "ties and NaN as the vendor ranks them, which is not documented"),
+    "assign_slots": Answer((), "some twenty plain operations a round, so the model asks for none"),
     "swiglu": Answer(),
     "moe_experts": Answer((_QUANT, "npu_format_cast", "npu_grouped_matmul"), "W4A8; float32 activations plain"),
     "engram_hash": Answer(),
@@ -81,6 +83,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
         index.top_groups,
         attention.sparse_attention,
         gate.moe_gate,
+        split.assign_slots,
         gate.swiglu,
         experts.prepare_experts,
         experts.replace_expert,

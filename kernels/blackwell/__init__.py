@@ -39,6 +39,7 @@ OURS = (
     "candidate_blocks",
     "top_groups",
     "moe_gate",
+    "assign_slots",
     "swiglu",
     "engram_hash",
     "engram_gather",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import ACTIVATION, BLOCK, BOOL, E8M0, F32, I64, U8, OpTable, Prepared, check, check_multiple, fail
+from .base import ACTIVATION, BLOCK, BOOL, E8M0, F32, I32, I64, U8, OpTable, Prepared, check, check_multiple, fail
 
 
 class MoeOps(OpTable):
@@ -45,6 +45,38 @@ class MoeOps(OpTable):
         if not 0 < topk <= experts:
             fail(op, "topk", topk, f"1..{experts}")
         return self._run[op](x, data, bias, bias_vl, image_mask, topk, scale)
+
+    def assign_slots(
+        self, ids: Tensor, home: Tensor, shared: Tensor, slots: Tensor, per_rank: int, rounds: int
+    ) -> tuple[Tensor, Tensor]:
+        """Which slot computes each row's experts, where some lie in several, on different ranks: so that the busiest
+        rank gets as few rows as can be. All ranks call it with the same and get the same, in whole numbers.
+
+        Args:
+            ids: int64 [T, k] experts, of the rows of all ranks.
+            home: int64 [E]: the slot of an expert that has one, or -1 - n for the expert in row n of ``slots``.
+            shared: int32 [K]: the expert in each row of ``slots``; -1 for rows that stand for none, which come last.
+            slots: int32 [K, R]: its slot on each of at most 128 ranks, or -1.
+            per_rank: slots of a rank: slot s is one of rank s // per_rank.
+            rounds: how many divisions are looked at, each nearer to the least that the busiest rank could have; 16 come
+                close (docs/eplb.md). 0: an expert's ranks share its rows evenly.
+
+        The busiest rank has at most as many rows as by the even division, rounded. Which division is found is what the
+        reference says, to the last row. Those of an expert that go to a rank follow each other among its rows.
+
+        Returns:
+            slots int64 [T, k] and counts int64 [E], the rows of each expert.
+        """
+        op = "assign_slots"
+        check(op, "ids", ids, (None, None), I64)
+        check(op, "home", home, (None,), I64)
+        check(op, "shared", shared, (None,), I32)
+        check(op, "slots", slots, (shared.shape[0], None), I32)
+        if not shared.shape[0]:
+            fail(op, "shared", "no rows", "of one row at least")
+        if not 0 < slots.shape[1] <= 128:
+            fail(op, "slots", f"{slots.shape[1]} ranks", "of 1..128 ranks")
+        return self._run[op](ids, home, shared, slots, per_rank, rounds)
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
         """silu(min(gate, limit)) * clamp(up, -limit, limit) * weight, float32 inside, rounded once.

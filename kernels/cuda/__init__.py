@@ -77,7 +77,7 @@ def _interpreted() -> bool:
 
 
 def _triton() -> dict[str, Callable[..., Any]]:
-    from . import attention, draft, engram, gate, linear, memory, norm_rope, streams
+    from . import attention, draft, engram, gate, linear, memory, norm_rope, split, streams
 
     return _by_name(
         linear.prepare_linear,
@@ -100,6 +100,7 @@ def _triton() -> dict[str, Callable[..., Any]]:
         memory.ngram_write,
         attention.sparse_attention,
         gate.moe_gate,
+        split.assign_slots,
         gate.swiglu,
         engram.engram_hash,
         engram.engram_gather,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import attention, draft, engram, hc, index, linear, memory, moe, norm_rope
+from . import attention, draft, engram, hc, index, linear, memory, moe, norm_rope, split
 
 OPS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
@@ -37,6 +37,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
         index.top_groups,
         attention.sparse_attention,
         moe.moe_gate,
+        split.assign_slots,
         moe.swiglu,
         moe.prepare_experts,
         moe.replace_expert,

@@ -43,6 +43,8 @@ def test_no_rows(ops, name, dtype):
     empty, written = case.run(ops, []), len(case.written)
     for result, full in zip(empty[: len(empty) - written], case.run(ops), strict=False):
         assert result.shape == (0, *full.shape[1:]) and result.dtype == full.dtype
+        if case.together:
+            break
     for result, arg in zip(empty[len(empty) - written :], case.written, strict=True):
         assert torch.equal(result, case.args[arg])
 

@@ -37,7 +37,7 @@ class Part:
         self.ops, self.prepared = ops, ops.prepare_experts(*(w[list(held)].contiguous() for w in weights))
 
     def assign(self, ids):
-        return self.map.assign(0, ids)
+        return self.map.assign(self.ops, 0, ids)
 
     def __call__(self, x, weights, ids):
         return self.ops.moe_experts(x, weights, ids, self.prepared, 10.0)

@@ -33,6 +33,7 @@ class Case:
     # Largest error another provider may have against the reference, in units of the result's own rounding (bf16 2^-8,
     # float32 2^-23) times the largest value of a row. 0: bytes, ids and copies must be equal.
     ulps: float = 2.0
+    together: bool = False  # rows are one question: a row's result depends on the others, further results are of no row
 
     def run(self, ops: Ops, rows: Tensor | Sequence[int] | None = None) -> tuple[Tensor, ...]:
         """Call the op on some rows (all by default): its results, then the arguments it wrote."""
@@ -339,6 +340,27 @@ def moe_gate(r: Random, t: int, scale: int) -> Case:
     return Case("moe_gate", args, ("x", "image_mask"), ulps=64)
 
 
+def assign_slots(r: Random, t: int, scale: int) -> Case:
+    """24 experts and 8 replicas on 4 ranks, few of them popular; more than one block of pairs from 29 rows on."""
+    placed = torch.tensor([*range(24), 0, 1, 2, 3, 4, 5, 0, 1]).view(8, 4).T.flatten()
+    home, slots = torch.empty(24, dtype=torch.int64), torch.full((8, 4), -1, dtype=torch.int32)
+    for expert in range(24):
+        held = (placed == expert).nonzero()[:, 0]
+        home[expert] = held[0] if expert > 5 else -1 - expert
+        if expert <= 5:
+            slots[expert, held // 8] = held.int()
+    chosen = (torch.rand(t, 24, generator=r.generator).log() * (torch.arange(24) + 1)).argsort(1, descending=True)
+    args = {
+        "ids": chosen[:, :9].contiguous(),
+        "home": home,
+        "shared": torch.tensor([*range(6), -1, -1], dtype=torch.int32),
+        "slots": slots,
+        "per_rank": 8,
+        "rounds": 5 * (t % 2),
+    }
+    return Case("assign_slots", args, ("ids",), ulps=0, together=True)
+
+
 def swiglu(r: Random, t: int, scale: int) -> Case:
     args = {
         "gate": r.normal(t, I * scale) * 8,
@@ -451,6 +473,7 @@ BUILDERS: dict[str, Callable[[Random, int, int], Case]] = {
         sparse_attention,
         window_attention,
         moe_gate,
+        assign_slots,
         swiglu,
         moe_experts,
         engram_hash,

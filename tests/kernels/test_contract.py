@@ -12,6 +12,8 @@ from deepinfer_plugin.kernels import OP_NAMES, OpError, Ops, identity
 
 from .cases import BUILDERS, Case, Weights, make
 
+APART = [name for name in BUILDERS if not ((case := make(name, torch.float32)).written or case.together)]
+
 
 def test_every_op_has_a_case():
     assert {make(name, torch.float32).op for name in BUILDERS} == set(OP_NAMES)
@@ -56,6 +58,8 @@ def test_no_rows(ops, name, dtype):
     empty, written = case.run(ops, []), len(case.written)
     for result, full in zip(empty[: len(empty) - written], case.run(ops), strict=False):
         assert result.shape == (0, *full.shape[1:]) and result.dtype == full.dtype
+        if case.together:
+            break
     for result, arg in zip(empty[len(empty) - written :], case.written, strict=True):
         assert torch.equal(result, case.args[arg])
 
@@ -65,7 +69,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("scale", [1, 8], ids=["narrow", "wide"])
-@pytest.mark.parametrize("name", [name for name in BUILDERS if not make(name, torch.float32).written])
+@pytest.mark.parametrize("name", APART)
 def test_a_row_does_not_depend_on_its_batch(ops, name, dtype, scale):
     rows = 37
     case = make(name, dtype, rows, seed=scale, scale=scale)
