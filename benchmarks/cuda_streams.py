@@ -121,6 +121,12 @@ def hc_expand(rows: int) -> Iterator[Call]:
     yield Call(f"{STREAMS}x{HIDDEN}", args)
 
 
+def hc_site(rows: int) -> Iterator[Call]:
+    mix, late = next(hc_mix(rows)), next(hc_expand(rows)).args
+    before = {"pre": torch.rand(rows, STREAMS, device="cuda"), "weight": normal(HIDDEN)}
+    yield Call(mix.shape, mix.args | late | before, mix.flops)
+
+
 def moe_gate(rows: int) -> Iterator[Call]:
     experts = 384
     args = {
@@ -202,6 +208,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Call]]] = {
         hc_mix,
         hc_collapse,
         hc_expand,
+        hc_site,
         moe_gate,
         swiglu,
         markov,

@@ -52,7 +52,7 @@ PART_OF = {
     **dict.fromkeys(("sparse_attention", "rope", "window_pack", "window_write"), "attention"),
     **dict.fromkeys(("compress_pair", "tail_write", "latent_write"), "attention"),
     **dict.fromkeys(("index_scores", "candidate_blocks", "top_groups", "index_key_write"), "indexer"),
-    **dict.fromkeys(("hc_mix", "hc_collapse", "hc_expand", "rms_norm"), "mHC"),
+    **dict.fromkeys(("hc_site", "hc_mix", "hc_collapse", "hc_expand", "rms_norm"), "mHC"),
 }
 
 

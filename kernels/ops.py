@@ -22,10 +22,10 @@ from .contracts.memory import MemoryOps
 from .contracts.moe import MoeOps
 from .contracts.streams import StreamOps
 
-__all__ = ["OP_NAMES", "PREPARED_FOR", "OpError", "Ops", "Prepared"]
+__all__ = ["OP_NAMES", "PREPARED_FOR", "SEQUENCES", "OpError", "Ops", "Prepared"]
 
 # Layouts are made for the ops that read them: an op's provider also prepares its weights.
-PREPARED_FOR: Mapping[str, tuple[str, ...]] = {
+PREPARED_FOR: dict[str, tuple[str, ...]] = {
     "prepare_linear": ("linear",),
     "prepare_dense": ("dense", "moe_gate", "markov"),
     "prepare_grouped": ("grouped_linear",),
@@ -33,6 +33,10 @@ PREPARED_FOR: Mapping[str, tuple[str, ...]] = {
     "replace_expert": ("moe_experts",),
     "read_expert": ("moe_experts",),
 }
+
+# Ops that are some others in sequence. They are not chosen by themselves: where one provider serves all of those and
+# has the op too, it is run, else they are. It may answer NotImplemented for what it does not take.
+SEQUENCES: dict[str, tuple[str, ...]] = {"hc_site": ("hc_expand", "hc_mix", "hc_collapse", "rms_norm")}
 
 
 class Ops(LinearOps, StreamOps, MemoryOps, AttentionOps, MoeOps, EngramOps, DraftOps):
@@ -45,6 +49,10 @@ class Ops(LinearOps, StreamOps, MemoryOps, AttentionOps, MoeOps, EngramOps, Draf
         self.device = device
         self.choices = dict(choices)
         self._run = {op: tables[provider][op] for op, provider in choices.items()}
+        for op, parts in SEQUENCES.items():
+            table = tables[choices[parts[0]]]
+            if op in table and all(choices[part] == choices[parts[0]] for part in parts):
+                self._run[op] = table[op]
         self._prepare = {
             prepare: {choices[op]: tables[choices[op]][prepare] for op in readers}
             for prepare, readers in PREPARED_FOR.items()
@@ -55,5 +63,5 @@ OP_NAMES: tuple[str, ...] = tuple(
     name
     for area in Ops.__bases__
     for name in vars(area)
-    if not name.startswith("_") and name not in PREPARED_FOR and issubclass(area, OpTable)
+    if not name.startswith("_") and name not in PREPARED_FOR | SEQUENCES and issubclass(area, OpTable)
 )

@@ -8,6 +8,8 @@ waits for its own statistics.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,29 @@ from .layers import RMSNorm, parameter
 from .moe import MoE
 from .parallel import Parallel
 from .step import Step
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The streams [R, hc_mult, H] with ``pre`` of the site before, and a sub-layer's output [R, H] that they are still
+    to take in by its ``post`` and ``comb``: the next site does that on its way."""
+
+    streams: Tensor
+    pre: Tensor
+    out: Tensor | None = None
+    post: Tensor | None = None
+    comb: Tensor | None = None
+
+    def settled(self, ops: Ops) -> Residual:
+        """With nothing to take in."""
+        if self.out is None:
+            return self
+        assert self.post is not None and self.comb is not None
+        return Residual(ops.hc_expand(self.out, self.streams, self.post, self.comb), self.pre)
+
+    def collapsed(self, ops: Ops) -> Tensor:
+        """[R, H]: what the next site would read."""
+        return ops.hc_collapse(self.settled(ops).streams, self.pre)
 
 
 class Block(nn.Module):
@@ -36,7 +61,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.ops = ops
-        self.norm_eps, self.hc_eps, self.hc_iters = config.norm_eps, config.hc_eps, config.hc_iters
+        self.hc_eps, self.hc_iters = config.hc_eps, config.hc_iters
         self.attn = attention
         self.ffn = MoE(ops, config, places, layer, topk, parallel)
         self.attn_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
@@ -48,20 +73,21 @@ class Block(nn.Module):
             setattr(self, f"hc_{site}_base", parameter(mixes, dtype=torch.float32))
             setattr(self, f"hc_{site}_scale", parameter(3, dtype=torch.float32))
 
-    def mix(self, site: str, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def enter(self, site: str, norm: RMSNorm, before: Residual) -> tuple[Tensor, Residual]:
+        """The input [R, H] of a sub-layer, and the residual that waits for its output."""
         fn, base, scale = (getattr(self, f"hc_{site}_{part}") for part in ("fn", "base", "scale"))
-        return self.ops.hc_mix(streams, fn, base, scale, self.norm_eps, self.hc_eps, self.hc_iters)
+        numbers = norm.eps, self.hc_eps, self.hc_iters
+        late = before.out, before.post, before.comb
+        x, streams, pre, post, comb = self.ops.hc_site(
+            before.streams, before.pre, fn, base, scale, norm.weight, *numbers, *late
+        )
+        return x, Residual(streams, pre, None, post, comb)
 
-    def forward(self, streams: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """streams [R, hc_mult, H] and the ``pre`` of the site before; returns both for the site after."""
-        ops = self.ops
-        attn_pre, post, comb = self.mix("attn", streams)
-        out = self.attn(self.attn_norm(ops.hc_collapse(streams, pre)), step)
-        streams = ops.hc_expand(out, streams, post, comb)
-
-        ffn_pre, post, comb = self.mix("ffn", streams)
-        out = self.ffn(self.ffn_norm(ops.hc_collapse(streams, attn_pre)), step)
-        return ops.hc_expand(out, streams, post, comb), ffn_pre
+    def forward(self, residual: Residual, step: Step) -> Residual:
+        x, residual = self.enter("attn", self.attn_norm, residual)
+        residual = replace(residual, out=self.attn(x, step))
+        x, residual = self.enter("ffn", self.ffn_norm, residual)
+        return replace(residual, out=self.ffn(x, step))
 
 
 def expand_embedding(x: Tensor, streams: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from deepinfer_plugin.kernels import Ops
 
 from .attention import WindowAttention
-from .block import Block, expand_embedding
+from .block import Block, Residual, expand_embedding
 from .config import V41Config
 from .expert_map import ExpertMap
 from .layers import Dense, Embedding, Linear, RMSNorm
@@ -180,10 +180,10 @@ class DSpark:
         )
         exchange = self.parallel.begin(rows)
         step = DraftStep(rows, pages, state, exchange=exchange, later=(block - 1 - offset).repeat(count))
-        streams, pre = expand_embedding(self.embed(rows.token_ids), config.hc_mult)
+        residual = Residual(*expand_embedding(self.embed(rows.token_ids), config.hc_mult))
         for stage in self.stages if exchange.total else ():
-            streams, pre = stage(streams, pre, step)
-        hidden = self.ops.hc_collapse(streams, pre)
+            residual = stage(residual, step)
+        hidden = residual.collapsed(self.ops)
         last: Any = self.stages[-1]
         base = self.logits(last.norm(hidden)).unflatten(0, (count, block))
         hidden = hidden.unflatten(0, (count, block))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from deepinfer_plugin.kernels import Ops
 
 from .attention import Attention
-from .block import Block, expand_embedding
+from .block import Block, Residual, expand_embedding
 from .config import V41Config
 from .dspark import DSpark, Stage
 from .engram import Engram
@@ -150,20 +151,23 @@ class Network(nn.Module):
         classes = self.classes(rows)
         targets = () if self.config.dspark is None else self.config.dspark.target_layers
         features: dict[int, Tensor] = {}
-        streams, pre = expand_embedding(self.embed_tokens(rows.token_ids), self.config.hc_mult)
+        residual = Residual(*expand_embedding(self.embed_tokens(rows.token_ids), self.config.hc_mult))
         for index, layer in enumerate(self.layers):
             engram: Any = layer.engram
+            if engram is not None or index in targets:
+                residual = residual.settled(self.ops)
             if engram is not None:
-                streams = engram(streams, classes, step)
+                residual = replace(residual, streams=engram(residual.streams, classes, step))
             if index in targets:
-                features[index] = streams.float().mean(dim=1).to(streams.dtype)
-            streams, pre = layer(streams, pre, step)
+                features[index] = residual.streams.float().mean(dim=1).to(residual.streams.dtype)
+            residual = layer(residual, step)
             if observe is not None:
-                observe(index, streams)
+                residual = residual.settled(self.ops)
+                observe(index, residual.streams)
         self.ops.ngram_write(classes, rows.positions, rows.row_slots, step.keep_ngram, state.ngrams)
         if self.dspark is not None:
             self.dspark.write_context([features[target] for target in targets], step)
-        return self.norm(self.ops.hc_collapse(streams, pre))
+        return self.norm(residual.collapsed(self.ops))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of normalised hidden states [n, H]."""

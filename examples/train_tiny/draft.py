@@ -23,7 +23,7 @@ from torch import Tensor
 from training_memory import batch_step
 from training_ops import TrainingOps
 
-from deepinfer_plugin.model.block import expand_embedding
+from deepinfer_plugin.model.block import Residual, expand_embedding
 from deepinfer_plugin.model.dspark import DraftStep, DSpark
 from deepinfer_plugin.model.network import Network
 from deepinfer_plugin.model.rows import Rows
@@ -130,10 +130,10 @@ class DraftTrainer:
             writes_pages=torch.zeros(count * block, dtype=torch.bool, device=device),
         )
         draft = DraftStep(rows, step.pages, step.state, later=(block - 1 - offset).repeat(count))
-        streams, pre = expand_embedding(self.head.embed(rows.token_ids), config.hc_mult)
+        residual = Residual(*expand_embedding(self.head.embed(rows.token_ids), config.hc_mult))
         for stage in self.head.stages:
-            streams, pre = stage(streams, pre, draft)
-        hidden = self.ops.hc_collapse(streams, pre)
+            residual = stage(residual, draft)
+        hidden = residual.collapsed(self.ops)
         last: Any = self.head.stages[-1]
         return hidden, self.head.logits(last.norm(hidden))
 

@@ -13,6 +13,7 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import Tensor
 from training_attention import AttentionOps
 from training_memory import Box
 
+from deepinfer_plugin.kernels.contracts.streams import compose_site
 from deepinfer_plugin.kernels.reference.engram import engram_hash
 from deepinfer_plugin.kernels.reference.formats import E2M1_MAX, E4M3_MAX
 
@@ -140,6 +142,9 @@ class TrainingOps(AttentionOps):
 
     def hc_expand(self, out: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return _expand(out, streams, post, comb)
+
+    def hc_site(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return compose_site(self, *arguments)
 
     # ---- memory: float tensors instead of bytes ----------------------------------------------------------------------
 

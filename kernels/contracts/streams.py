@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .base import ACTIVATION, BF16, F32, I64, OpTable, check, fail
@@ -92,3 +94,69 @@ class StreamOps(OpTable):
         check(op, "post", post, (t, m), F32)
         check(op, "comb", comb, (t, m, m), F32)
         return self._run[op](out, streams, post, comb)
+
+    def hc_site(
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        norm_eps: float,
+        hc_eps: float,
+        iters: int,
+        out: Tensor | None = None,
+        post: Tensor | None = None,
+        comb: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What a site does before its sub-layer: ``hc_expand``, if there is an ``out``, then ``hc_mix`` of the new
+        streams with fn, base and scale, and ``rms_norm`` with ``weight`` of what ``hc_collapse`` takes out of them.
+
+        streams, post and comb as the sub-layer before had them, out [T, H] what it gave; pre [T, M] is of the site
+        before. -> the sub-layer's input [T, H], the new streams, then pre, post and comb of this site.
+
+        It is exactly those four ops, or one of their provider's own that may round the input where a sum before it
+        rounded otherwise.
+        """
+        op = "hc_site"
+        check(op, "streams", streams, (None, None, None), ACTIVATION)
+        t, m, h = streams.shape
+        mixes = (2 + m) * m
+        check(op, "pre", pre, (t, m), F32)
+        check(op, "fn", fn, (mixes, m * h), F32)
+        check(op, "base", base, (mixes,), F32)
+        check(op, "scale", scale, (3,), F32)
+        check(op, "weight", weight, (h,), BF16)
+        if iters < 1:
+            fail(op, "iters", iters, "at least 1")
+        if out is not None:
+            check(op, "out", out, (t, h), (streams.dtype,))
+            check(op, "post", post, (t, m), F32)
+            check(op, "comb", comb, (t, m, m), F32)
+        arguments = (streams, pre, fn, base, scale, weight, norm_eps, hc_eps, iters, out, post, comb)
+        joined = self._run.get(op)
+        found = NotImplemented if joined is None else joined(*arguments)
+        return compose_site(self, *arguments) if found is NotImplemented else found
+
+
+def compose_site(
+    ops: Any,
+    streams: Tensor,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    out: Tensor | None,
+    post: Tensor | None,
+    comb: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``hc_site`` by the four ops it is made of."""
+    if out is not None:
+        streams = ops.hc_expand(out, streams, post, comb)
+    mixes = ops.hc_mix(streams, fn, base, scale, norm_eps, hc_eps, iters)
+    return ops.rms_norm(ops.hc_collapse(streams, pre), weight, norm_eps), streams, *mixes

@@ -111,7 +111,7 @@ def _triton() -> dict[str, Callable[..., Any]]:
 
 
 def _cpp() -> dict[str, Callable[..., Any]]:
-    from . import experts, fp8_linear, index
+    from . import experts, fp8_linear, index, site
 
     return _by_name(
         fp8_linear.prepare_linear,
@@ -125,6 +125,7 @@ def _cpp() -> dict[str, Callable[..., Any]]:
         experts.replace_expert,
         experts.read_expert,
         experts.moe_experts,
+        site.hc_site,
     )
 
 

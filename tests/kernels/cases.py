@@ -169,6 +169,21 @@ def hc_expand(r: Random, t: int, scale: int) -> Case:
     return Case("hc_expand", args, ("out", "streams", "post", "comb"), ulps=1)
 
 
+def hc_site(r: Random, t: int, scale: int) -> Case:
+    """``ulps`` is for the weights; bf16 results are looked at in test_dense_ops.py."""
+    before = hc_expand(r, t, scale).args
+    mix = hc_mix(r, t, scale).args | {"streams": before["streams"]}
+    norm = {"pre": hc_collapse(r, t, scale).args["pre"], "weight": r.normal(H * scale, dtype=torch.bfloat16)}
+    return Case("hc_site", mix | before | norm, ("streams", "pre", "out", "post", "comb"), ulps=64)
+
+
+def hc_first_site(r: Random, t: int, scale: int) -> Case:
+    case = hc_site(r, t, scale)
+    case.args = {name: value for name, value in case.args.items() if name not in ("out", "post", "comb")}
+    case.rows = case.rows[:2]
+    return case
+
+
 def window_pack(r: Random, t: int, scale: int) -> Case:
     return Case("window_pack", {"kv": r.normal(t, D * scale, spread=3)}, ("kv",), ulps=0)
 
@@ -460,6 +475,8 @@ BUILDERS: dict[str, Callable[[Random, int, int], Case]] = {
         hc_mix,
         hc_collapse,
         hc_expand,
+        hc_site,
+        hc_first_site,
         window_pack,
         window_write,
         compress_pair,

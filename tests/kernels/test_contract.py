@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_plugin.kernels import OP_NAMES, OpError, Ops, identity
+from deepinfer_plugin.kernels.ops import SEQUENCES
 
 from .cases import BUILDERS, Case, Weights, make
 
@@ -16,10 +17,10 @@ APART = [name for name in BUILDERS if not ((case := make(name, torch.float32)).w
 
 
 def test_every_op_has_a_case():
-    assert {make(name, torch.float32).op for name in BUILDERS} == set(OP_NAMES)
+    assert {make(name, torch.float32).op for name in BUILDERS} == {*OP_NAMES, *SEQUENCES}
 
 
-@pytest.mark.parametrize("name", OP_NAMES)
+@pytest.mark.parametrize("name", [*OP_NAMES, *SEQUENCES])
 def test_every_op_is_documented(name):
     text = inspect.getdoc(getattr(Ops, name))
     assert text is not None and len(text) > 60

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer_plugin.kernels import cuda as provider
 from deepinfer_plugin.kernels import providers
-from deepinfer_plugin.kernels.cuda import attention_cpp, experts, experts_fp8, fp8_linear, index, jit, linear
+from deepinfer_plugin.kernels.cuda import attention_cpp, experts, experts_fp8, fp8_linear, index, jit, linear, site
 from deepinfer_plugin.kernels.reference import formats
 
 SHAPES = [
@@ -49,6 +49,11 @@ SHAPES += [
     ("linear, few rows", fp8_linear.kernels(8, False).product),
     ("linear, decode", fp8_linear.kernels(256, False).product),
     ("linear, prefill", fp8_linear.kernels(fp8_linear.LOOPS_WIDTH, True).product),
+]
+SHAPES += [
+    (f"site, {text}, {'many' if many else 'few'} rows", site.kernels(5120, late, many).enter)
+    for late, text in ((True, "released"), (False, "first"))
+    for many in (False, True)
 ]
 # Two sums in registers: what does not fit is kept from one split to the next, outside of the loop over channels.
 MOST_SPILLED = {"linear, prefill": 256}

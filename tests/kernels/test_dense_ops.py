@@ -12,6 +12,7 @@ from deepinfer_plugin.kernels import OpError, select
 from deepinfer_plugin.kernels.reference import formats, numeric
 
 from .cases import BUILDERS, E, H, I, Random, Weights, make
+from .test_contract import assert_close
 
 
 def one_step(got: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
@@ -143,6 +144,19 @@ def test_identity_mix_returns_the_stream(ops, dtype):
     assert torch.equal(ops.hc_collapse(streams, pre), streams[:, 0])
     same = ops.hc_expand(streams[:, 0], streams, torch.zeros(3, 4), torch.eye(4).repeat(3, 1, 1))
     assert torch.equal(same, streams)
+
+
+@pytest.mark.parametrize("name", ["hc_site", "hc_first_site"])
+def test_a_site_is_its_four_ops(ops, name, dtype):
+    case = make(name, dtype, rows=70, scale=8)
+    args = case.args
+    x, streams, *mixes = case.run(ops)
+    late = [args[name] for name in ("out", "streams", "post", "comb") if name in args]
+    assert_close(streams, ops.hc_expand(*late) if len(late) > 1 else args["streams"], 2)
+    weights = [args[name] for name in ("fn", "base", "scale", "norm_eps", "hc_eps", "iters")]
+    for got, want in zip(mixes, ops.hc_mix(streams, *weights), strict=True):
+        assert_close(got, want, 64)
+    assert_close(x, ops.rms_norm(ops.hc_collapse(streams, args["pre"]), args["weight"], args["norm_eps"]), 4)
 
 
 def test_moe_gate(ops, dtype):
@@ -354,6 +368,8 @@ def test_markov_and_confidence(ops, dtype):
         ("hc_mix", "streams"),
         ("hc_collapse", "streams"),
         ("hc_expand", "streams"),
+        ("hc_site", "streams"),
+        ("hc_first_site", "streams"),
         ("swiglu", "up"),
         ("moe_gate", "x"),
         ("moe_experts", "x"),
