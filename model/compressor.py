@@ -41,7 +41,7 @@ class Compressor(nn.Module):
         latent = self.norm(latent)
         target, pages = step.target(self.ratio), step.source(self.source)
         self.ops.latent_write(
-            self.ops.rope(latent, target.positions, inv_freq),
+            self.ops.rope(latent.clone(), target.positions, inv_freq),
             pages.latent,
             pages.latent_scale,
             target.page_ids,

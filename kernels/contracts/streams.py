@@ -21,10 +21,10 @@ class StreamOps(OpTable):
         return self._run["rms_norm"](x, weight, eps)
 
     def rope(self, x: Tensor, positions: Tensor, inv_freq: Tensor, inverse: bool = False) -> Tensor:
-        """Rotate the last 2n channels of x in interleaved pairs (2i, 2i+1); the other channels are copied.
+        """Rotate the last 2n channels of x in interleaved pairs (2i, 2i+1); the other channels stay as they are.
 
         Args:
-            x: [T, ..., D]; a new tensor is returned.
+            x: [T, ..., D], given up: the result may lie in its memory, so that what is not rotated need not move.
             positions: int64 [T]; a position is exact up to 2^24.
             inv_freq: float32 [n], 2n <= D.
             inverse: rotate back.

@@ -3,9 +3,9 @@
 RMSNorm: a program is a row, read once and held in registers; its channels are spread over one to eight warps. The sum
 of squares is taken in float32 and again in float64 only where it overflows.
 
-RoPE: a program is up to 16 heads of a row. The channels in front are copied as they are, 16 bytes a thread; the rotated
-ones are loaded as pairs. The angles of a row are the same for all its heads, so their sine and cosine are worked out in
-float64 from scratch: a table would cost a lookup per position and the fast instructions are wrong beyond a few turns.
+RoPE: a program is up to 16 heads of a row, whose rotated channels are loaded as pairs and stored where they were. The
+angles of a row are the same for all its heads, so their sine and cosine are worked out in float64 from scratch: a table
+would cost a lookup per position and the fast instructions are wrong beyond a few turns.
 
 float32 activations are computed in float64 throughout, so that a result is rounded once.
 """
@@ -127,25 +127,16 @@ def _rope(
     x,
     positions,
     inv_freq,
-    out,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     INVERSE: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
     PAIRS_BLOCK: tl.constexpr,
 ):
     after_previous()
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
-    at = row * (HEADS * SIZE) + heads * SIZE
-    COPIED: tl.constexpr = SIZE - 2 * PAIRS
-    if COPIED > 0:
-        columns = tl.arange(0, COPY_BLOCK)[None, :]
-        there = (heads < HEADS) & (columns < COPIED)
-        tl.store(out + at + columns, tl.load(x + at + columns, mask=there), mask=there)
-
     pair = tl.arange(0, PAIRS_BLOCK)
     position = tl.load(positions + row).to(tl.float32)
     cos, sin = cos_sin(position * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0))
@@ -153,37 +144,33 @@ def _rope(
         sin = -sin
     columns = tl.arange(0, 2 * PAIRS_BLOCK)[None, :]
     there = (heads < HEADS) & (columns < 2 * PAIRS)
-    at += COPIED
-    pairs = to_wide(tl.load(x + at + columns, mask=there, other=0.0))
+    at = x + row * (HEADS * SIZE) + heads * SIZE + (SIZE - 2 * PAIRS) + columns
+    pairs = to_wide(tl.load(at, mask=there, other=0.0))
     even, odd = tl.split(tl.reshape(pairs, (HEADS_BLOCK, PAIRS_BLOCK, 2)))
     cos, sin = cos[None, :].to(pairs.dtype), sin[None, :].to(pairs.dtype)
     turned = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (HEADS_BLOCK, 2 * PAIRS_BLOCK))
-    tl.store(out + at + columns, to_narrow(turned, out.dtype.element_ty), mask=there)
+    tl.store(at, to_narrow(turned, x.dtype.element_ty), mask=there)
 
 
 def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, inverse: bool) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pairs, size = inv_freq.shape[0], x.shape[-1]
-    if not out.numel():
-        return out
-    if not pairs:
-        return out.copy_(x)
+    if not x.numel() or not pairs:
+        return x
+    x = x.contiguous()
     heads = x[0].numel() // size
     block = min(16, triton.next_power_of_2(heads))
-    copied = triton.next_power_of_2(max(1, size - 2 * pairs))
+    padded = triton.next_power_of_2(pairs)
     _rope[(x.shape[0], triton.cdiv(heads, block))](
-        x.contiguous(),
+        x,
         positions.contiguous(),
         inv_freq.contiguous(),
-        out,
         heads,
         size,
         pairs,
         inverse,
         block,
-        copied,
-        triton.next_power_of_2(pairs),
-        num_warps=warps(block * copied),
+        padded,
+        num_warps=warps(2 * block * padded),
         **OVERLAP,
     )
-    return out
+    return x

@@ -23,8 +23,7 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, inverse: bool) -> Tenso
     size = 2 * inv_freq.shape[0]
     pairs = x[..., -size:].to(torch.float64)
     even, odd = pairs[..., 0::2], pairs[..., 1::2]
-    out = x.clone()
-    tail = out[..., -size:]
+    tail = x[..., -size:]
     tail[..., 0::2] = even * cos - odd * sin
     tail[..., 1::2] = odd * cos + even * sin
-    return out
+    return x

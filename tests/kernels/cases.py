@@ -30,6 +30,7 @@ class Case:
     args: dict[str, Any]
     rows: tuple[str, ...]  # arguments indexed by row
     written: tuple[str, ...] = ()  # arguments the op writes
+    given_up: tuple[str, ...] = ()  # arguments whose memory may become the result's
     # Largest error another provider may have against the reference, in units of the result's own rounding (bf16 2^-8,
     # float32 2^-23) times the largest value of a row. 0: bytes, ids and copies must be equal.
     ulps: float = 2.0
@@ -38,7 +39,7 @@ class Case:
     def run(self, ops: Ops, rows: Tensor | Sequence[int] | None = None) -> tuple[Tensor, ...]:
         """Call the op on some rows (all by default): its results, then the arguments it wrote."""
         args = dict(self.args)
-        for name in self.written:
+        for name in self.written + self.given_up:
             args[name] = args[name].clone() if isinstance(args[name], Tensor) else args[name]
         for name, value in args.items():
             if isinstance(value, Weights):
@@ -137,7 +138,7 @@ def rope(r: Random, t: int, scale: int) -> Case:
         "inv_freq": torch.logspace(0, -4, 16, dtype=torch.float32),
         "inverse": False,
     }
-    return Case("rope", args, ("x", "positions"), ulps=1)
+    return Case("rope", args, ("x", "positions"), given_up=("x",), ulps=1)
 
 
 def hc_mix(r: Random, t: int, scale: int) -> Case:
