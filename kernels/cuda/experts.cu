@@ -40,43 +40,49 @@ __device__ __forceinline__ void dequantise(u32 word, u32 scales, int block, int 
 // ---- tokens ------------------------------------------------------------------------------------------------------
 
 // A block per group of eight positions and 1,024 channels: the FP8/32 round trip of their tokens, in bf16.
+constexpr int GATHER_PARTS = (HIDDEN_TILES + 7) / 8;  // of a group, a block each
 extern "C" __global__ void __launch_bounds__(256) gather(
-    const u16* x, const int* begins, const int* counts, const int* order, const int* experts, u16* out, i64 channels) {
-    const int group = blockIdx.x, lane = threadIdx.x % 32;
-    if (8 * group >= begins[EXPERTS]) return;
-    const int pair = order[8 * group + lane % 8];
-    const u16* row = x + (i64)(max(pair, 0) / TOPK) * channels;
-    const int expert = experts[group];
-    const Run run(begins[expert], counts[expert]);
-    #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        const int eight = blockIdx.y * 128 + step * 32 + threadIdx.x / 8;
-        if (eight >= K / 8) break;  // all lanes of a block of 32 channels together
-        const uint4 raw =
-            pair >= 0 && 8 * eight < channels ? *(const uint4*)(row + 8 * eight) : make_uint4(0, 0, 0, 0);
-        const u32 pairs[4] = {raw.x, raw.y, raw.z, raw.w};
-        u32 amax = 0, result[4];
+    const u16* x, const int* begins, const int* counts, const int* order, const int* experts, u16* out) {
+    const int lane = threadIdx.x % 32;
+    wait_for_previous();
+    launch_dependents();
+    const int units = begins[EXPERTS] / 8 * GATHER_PARTS;
+    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        const int group = unit / GATHER_PARTS, pair = order[8 * group + lane % 8];
+        const u16* row = x + (i64)(max(pair, 0) / TOPK) * HIDDEN;
+        const int expert = experts[group];
+        const Run run(begins[expert], counts[expert]);
         #pragma unroll
-        for (int i = 0; i < 4; i++) amax = max_each(amax, pairs[i] & MAGNITUDES);
-        amax = max_each(amax, __funnelshift_l(amax, amax, 16));
-        amax = max_each(amax, __shfl_xor_sync(~0u, amax, 8));
-        amax = max_each(amax, __shfl_xor_sync(~0u, amax, 16));
-        #pragma unroll
-        for (int i = 0; i < 4; i++) result[i] = fp8_round_trip(pairs[i], amax);
-        *(uint4*)(out + run.place(K_TILES, eight / 16, group) * (GROUP / 2) + eight % 16 * 64 + lane % 8 * 8) =
-            make_uint4(result[0], result[1], result[2], result[3]);
+        for (int step = 0; step < 4; step++) {
+            const int eight = unit % GATHER_PARTS * 128 + step * 32 + threadIdx.x / 8;
+            if (eight >= HIDDEN_TILES * 16) break;  // all lanes of a block of 32 channels together
+            const uint4 raw =
+                pair >= 0 && 8 * eight < HIDDEN ? *(const uint4*)(row + 8 * eight) : make_uint4(0, 0, 0, 0);
+            const u32 pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+            u32 amax = 0, result[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) amax = max_each(amax, pairs[i] & MAGNITUDES);
+            amax = max_each(amax, __funnelshift_l(amax, amax, 16));
+            amax = max_each(amax, __shfl_xor_sync(~0u, amax, 8));
+            amax = max_each(amax, __shfl_xor_sync(~0u, amax, 16));
+            #pragma unroll
+            for (int i = 0; i < 4; i++) result[i] = fp8_round_trip(pairs[i], amax);
+            *(uint4*)(out + run.place(HIDDEN_TILES, eight / 16, group) * (GROUP / 2) + eight % 16 * 64 + lane % 8 * 8) =
+                make_uint4(result[0], result[1], result[2], result[3]);
+        }
     }
 }
 
 // ---- products ----------------------------------------------------------------------------------------------------
 
 struct Result {
-    const float* factors;
+    const float* factors[2];  // of the second product's weights, of the first's
     const int* order;
     const float* sorted;
-    u16* out;
     float limit;
-    u32 (*maxima)[GATED ? NMAX / 2 : 1][4];  // of two tokens, in each warp
+    u16 *h, *out;  // what the first product makes, and what the second does
+    u32 (*maxima)[NMAX / 2][4];  // of two tokens, in each warp
+    Finished finished;
 };
 
 // gate and up of two tokens -> SwiGLU times the tokens' weights; pairs of bf16.
@@ -91,11 +97,11 @@ __device__ __forceinline__ u32 swiglu(u32 gates, u32 ups, float2 weights, float 
     return pack_bf16(h[0] * weights.x, h[1] * weights.y);
 }
 
-template <int N>
-__device__ __forceinline__ void finish(float (&d)[N / 2], const Item& work, int tile, const Result& to) {
+// The first product. ``odd``: of ``Finished``.
+template <int N> __device__ __forceinline__ void finish_first(
+    float (&d)[N / 2], const Item& work, int tile, const Result& to, int odd) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, column = 2 * (lane % 4);
-    const float factor = to.factors[work.expert];
-#if GATED
+    const float factor = to.factors[1][work.expert];
     const int group = threadIdx.x / 128, channel = 32 * tile + 8 * warp + lane / 4;
     u32 h[N / 8];
     #pragma unroll
@@ -110,7 +116,7 @@ __device__ __forceinline__ void finish(float (&d)[N / 2], const Item& work, int 
         if (lane < 4) to.maxima[group][4 * i + lane][warp] = amax;
     }
     warpgroup_barrier(group);
-    u16* out = to.out + work.run.place(OUT / 128, channel / 128, work.first / 8) * (GROUP / 2) + channel % 128 / 8 * 64
+    u16* out = to.h + work.run.place(INNER_TILES, channel / 128, work.first / 8) * (GROUP / 2) + channel % 128 / 8 * 64
              + column * 8 + channel % 8;
     #pragma unroll
     for (int i = 0; i < N / 8; i++) {
@@ -122,26 +128,32 @@ __device__ __forceinline__ void finish(float (&d)[N / 2], const Item& work, int 
             out[i * (GROUP / 2) + 8] = (u16)(values >> 16);
         }
     }
-    warpgroup_barrier(group);  // the maxima have been read
-#else
+    to.finished.meet(odd, work.first / 8);
+}
+
+// The second product.
+template <int N> __device__ __forceinline__ void finish_second(
+    const float (&d)[N / 2], const Item& work, int tile, const Result& to) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, column = 2 * (lane % 4);
+    const float factor = to.factors[0][work.expert];
     const int row = 64 * tile + 16 * warp + lane / 4;
     #pragma unroll
     for (int i = 0; i < N / 4; i++) {
         const int at = 8 * (i / 2) + column + i % 2;
         if (at < work.count) {
-            u16* out = to.out + (i64)to.order[work.first + at] * OUT + row;
-            if (row < OUT) out[0] = to_bf16(d[4 * (i / 2) + i % 2] * factor);
-            if (row + 8 < OUT) out[8] = to_bf16(d[4 * (i / 2) + 2 + i % 2] * factor);
+            u16* out = to.out + (i64)to.order[work.first + at] * HIDDEN + row;
+            if (row < HIDDEN) out[0] = to_bf16(d[4 * (i / 2) + i % 2] * factor);
+            if (row + 8 < HIDDEN) out[8] = to_bf16(d[4 * (i / 2) + 2 + i % 2] * factor);
         }
     }
-#endif
 }
 
 // Codes of the next stage are read while this one is multiplied, and an operand is made while the one before it is
 // multiplied. (Products on their way from one stage into the next would be better still; ptxas then serialises all.)
-template <int N>
-__device__ __forceinline__ void consume(const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to) {
-    const int group = threadIdx.x / 128;
+template <bool GATED, int N> __device__ __forceinline__ void consume(
+    const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to, int odd) {
+    constexpr int K_TILES = Shape<GATED>::K_TILES;
+    const int group = threadIdx.x / 128, tile = work.block * WARPGROUPS + group;
     float d[N / 2] = {};
     Weights weights;
     u32 stage = pipeline.wait(slot);
@@ -176,35 +188,49 @@ __device__ __forceinline__ void consume(const Item& work, Slot& slot, const Pipe
         wgmma_hold(d);
         pipeline.release(current);
     }
-    finish<N>(d, work, work.block * WARPGROUPS + group, to);
+    if constexpr (GATED) finish_first<N>(d, work, tile, to, odd);
+    else finish_second<N>(d, work, tile, to);
 }
 
-// A group of x and of the first product's output: [16][8 tokens][8 channels].
-extern "C" __global__ void __launch_bounds__(THREADS, 1) product(
-    const u8* weights, const float* factors, const int* begins, const int* counts, const int* order,
-    const float* sorted, const u16* x, u16* out, float limit) {
+// A group of x and of h, what the first product makes: [16][8 tokens][8 channels].
+extern "C" __global__ void __launch_bounds__(THREADS, 1) products(
+    const u8* gate_up, const float* gate_up_factors, const u8* down, const float* down_factors, const int* begins,
+    const int* counts, const int* order, const float* sorted, int* drawn, int* stored, const u16* x, u16* h, u16* out,
+    float limit) {
     extern __shared__ __align__(128) u8 memory[];
-    __shared__ int first_item[EXPERTS + 1];
-    __shared__ __align__(16) u32 maxima[WARPGROUPS][GATED ? NMAX / 2 : 1][4];
+    __shared__ int first_piece[EXPERTS + 1], finished_pieces[2];
+    __shared__ __align__(16) u32 maxima[WARPGROUPS][NMAX / 2][4];
     __shared__ u64 barriers[2 * STAGES];
+    __shared__ Item items[STAGES + 1];
     const u32 full = shared_address(barriers);
-    const Pipeline pipeline{full, full + 8 * STAGES, shared_address(memory)};
-    start(pipeline, counts, first_item);
-    const Schedule schedule{begins, counts, first_item};
+    const Pipeline pipeline{full, full + 8 * STAGES, shared_address(memory), items};
+    const Finished finished{finished_pieces};
+    start(pipeline, counts, first_piece);
+    const Schedule schedule{begins, counts, first_piece};
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COPYING));
-        if (threadIdx.x == CONSUMERS) copy_ahead(pipeline, schedule, weights, (const u8*)x, nullptr);
+        if (threadIdx.x == CONSUMERS)
+            copy_ahead(pipeline, schedule, drawn, stored, {gate_up, (const u8*)x}, {down, (const u8*)h});
+        else if (threadIdx.x / 32 == CONSUMERS / 32 + 1) finished.publish(stored);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COMPUTING));
-        const Result to{factors, order, sorted, out, limit, maxima};
+        const Result to{{down_factors, gate_up_factors}, order, sorted, limit, h, out, maxima, finished};
         Slot slot;
-        Item next = schedule.item(blockIdx.x);
-        for (int index = blockIdx.x; schedule.has(index); index += gridDim.x) {
-            const Item work = next;
-            next = schedule.item(index + gridDim.x);  // long before it is needed
+        Turn turn;
+        int odd = 0;
+        for (;; turn.next()) {
+            pipeline.wait(slot);
+            const Item& work = items[turn.index];
+            if (!work.count) break;
             const int columns = work.columns();
-#define CONSUME(N) if (columns == N) consume<N>(work, slot, pipeline, to); else
+#define CONSUME(N)                                                                                                  \
+            if (columns == N) {                                                                                     \
+                if (work.gated) consume<true, N>(work, slot, pipeline, to, odd);                                   \
+                else consume<false, N>(work, slot, pipeline, to, odd);                                             \
+            } else
             FOR_EACH_WGMMA(CONSUME) {}
+            odd ^= work.gated;
         }
+        finished.meet(odd, -1);
     }
 }

@@ -51,32 +51,6 @@ class Product:
     factors: Tensor  # float32 [experts], powers of two taken out of the scales
     nan_scales: bool
 
-    def kernel(self, tiling: Tiling, topk: int, gated: bool, out: int) -> tuple[jit.Kernel, int]:
-        """The kernel, and the bytes of shared memory it wants."""
-        experts, blocks, channel_tiles = self.tiles.shape[:3]
-        stage = tiling.warpgroups * TILE_BYTES + tiling.columns * CHANNELS * 2
-        static = 4 * (experts + 1) + (2 * 4 * tiling.warpgroups * tiling.columns if gated else 0) + 1024  # and barriers
-        stages = min(12, (SHARED_BYTES - static) // stage)
-        kernel = jit.kernel(
-            "experts.cu",
-            "product",
-            tuple(range(tiling.step, tiling.columns + 1, tiling.step)),
-            EXPERTS=experts,
-            TOPK=topk,
-            K=channel_tiles * CHANNELS,
-            ROW_TILES=blocks * BLOCK,
-            WARPGROUPS=tiling.warpgroups,
-            GATED=int(gated),
-            NMAX=tiling.columns,
-            STEP=tiling.step,
-            STAGES=stages,
-            OUT=out,
-            NAN_SCALES=int(self.nan_scales),
-            FEWEST=tiling.fewest,
-            MOST=tiling.most,
-        )
-        return kernel, stages * stage
-
 
 P = TypeVar("P", bound="Layout")
 
@@ -102,6 +76,31 @@ class Experts(Generic[P]):
         """int64: which row comes where in the tiles of either product."""
         device = self.down.tiles.device
         return alternating(self.inner, device), torch.arange(self.hidden, device=device)
+
+
+def kernel(experts: Experts[Product], tiling: Tiling, topk: int) -> tuple[jit.Kernel, int]:
+    """The kernel of both products, and the bytes of shared memory it wants."""
+    count, columns = experts.down.tiles.shape[0], tiling.columns
+    stage = tiling.warpgroups * TILE_BYTES + columns * CHANNELS * 2
+    static = 4 * (count + 1) + 2 * 4 * tiling.warpgroups * columns + 1024  # and barriers
+    stages = min(12, (SHARED_BYTES - static) // stage)
+    kernel = jit.kernel(
+        "experts.cu",
+        "products",
+        tuple(range(tiling.step, columns + 1, tiling.step)),
+        EXPERTS=count,
+        TOPK=topk,
+        HIDDEN=experts.hidden,
+        INNER=experts.inner,
+        WARPGROUPS=tiling.warpgroups,
+        NMAX=columns,
+        STEP=tiling.step,
+        STAGES=stages,
+        NAN_SCALES=int(experts.gate_up.nan_scales or experts.down.nan_scales),
+        FEWEST=tiling.fewest,
+        MOST=tiling.most,
+    )
+    return kernel, stages * stage
 
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts[Product]:
@@ -297,39 +296,72 @@ def in_passes(
     return out
 
 
+@dataclass(frozen=True)
+class Routing:
+    """What ``route`` makes of the choices of tokens: pairs of a token and an expert, expert by expert."""
+
+    begins: Tensor  # int32 [experts + 1], positions, multiples of GROUP
+    counts: Tensor  # int32 [experts]
+    order: Tensor  # int32 [positions]: pairs, -1 where an expert's last group has none
+    weights: Tensor  # float32 [positions]
+    whose: Tensor  # int32 [groups]: experts
+    progress: Tensor  # int32 [2 + groups], zero: ``experts.cuh``
+
+
+def route(like: jit.Kernel, weights: Tensor, ids: Tensor, experts: int) -> Routing:
+    tokens, topk = ids.shape
+    pairs = tokens * topk
+    groups = -(-pairs // GROUP) + min(experts, pairs)  # at most: every expert may end with a part of a group
+
+    def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=ids.device)
+
+    positions = groups * GROUP
+    routing = Routing(
+        empty(experts + 1), empty(experts), empty(positions), empty(positions, torch.float32), empty(groups),
+        empty(2 + groups),
+    )  # fmt: skip
+    jit.kernel_like(like, "route").launch(
+        (experts,), 1024, 0, ids, weights, routing.begins, routing.counts, routing.order, routing.weights,
+        routing.whose, routing.progress, tokens, overlap=True,
+    )  # fmt: skip
+    return routing
+
+
+def gather(like: jit.Kernel, x: Tensor, routing: Routing, *out: Tensor) -> None:
+    """The tokens of ``x`` [T, hidden] in the order of ``routing``, as the class has them."""
+    parts = -(-x.shape[1] // (8 * CHANNELS))
+    grid = min(routing.whose.shape[0] * parts, 8 * jit.multiprocessors(x.device))
+    jit.kernel_like(like, "gather").launch(
+        (grid,), 256, 0, x, routing.begins, routing.counts, routing.order, routing.whose, *out, overlap=True
+    )
+
+
+def combine(like: jit.Kernel, down: Tensor, ids: Tensor, out: Tensor) -> None:
+    """down [T * k, hidden] -> out float32 [T, hidden]."""
+    tokens, hidden = out.shape
+    threads = min(512, 32 * -(-hidden // 512))
+    jit.kernel_like(like, "combine").launch((tokens,), threads, 0, down, ids, out, overlap=True)
+
+
 def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float, out: Tensor) -> None:
     tokens, topk = ids.shape
-    count, pairs = experts.gate_up.tiles.shape[0], tokens * topk
-    helper = experts.gate_up.kernel(FEW, topk, True, padded(experts.inner))[0]
-    route, gather, combine = (jit.kernel_like(helper, entry) for entry in ("route", "gather", "combine"))
-
-    groups = -(-pairs // GROUP) + min(count, pairs)  # at most: every expert may end with a part of a group
-    begins = torch.empty(count + 1, dtype=torch.int32, device=x.device)
-    counts = torch.empty(count, dtype=torch.int32, device=x.device)
-    order = torch.empty(groups * GROUP, dtype=torch.int32, device=x.device)
-    in_order = torch.empty(groups * GROUP, dtype=torch.float32, device=x.device)
-    whose = torch.empty(groups, dtype=torch.int32, device=x.device)
-    gathered = torch.empty(groups * GROUP, padded(experts.hidden), dtype=x.dtype, device=x.device)
-    hidden = torch.empty(groups * GROUP, padded(experts.inner), dtype=x.dtype, device=x.device)
-    down = torch.empty(pairs, experts.hidden, dtype=x.dtype, device=x.device)
-
-    route.launch((count,), 512, 0, ids, weights, begins, counts, order, in_order, whose, tokens)
-    gather.launch(
-        (groups, -(-padded(experts.hidden) // 1024)), 256, 0, x, begins, counts, order, whose, gathered, experts.hidden
-    )
-    blocks = jit.multiprocessors(x.device)
     tilings = (FEW,) if tokens <= FEW.most else (FEW, MANY)  # a token chooses an expert once
-    for product, gated, left, result in (
-        (experts.gate_up, True, gathered, hidden),
-        (experts.down, False, hidden, down),
-    ):
-        for tiling in tilings:
-            kernel, shared = product.kernel(tiling, topk, gated, result.shape[1])
-            kernel.launch(
-                (blocks,), 128 * (tiling.warpgroups + 1), shared, product.tiles, product.factors, begins, counts,
-                order, in_order, left, result, float(limit if limit > 0 else math.inf),
-            )  # fmt: skip
-    combine.launch((tokens,), min(1024, -(-experts.hidden // 256) * 32), 0, down, ids, out, experts.hidden)
+    kernels = [kernel(experts, tiling, topk) for tiling in tilings]
+    like = kernels[0][0]
+    routing = route(like, weights, ids, experts.down.tiles.shape[0])
+    positions = routing.order.shape[0]
+    gathered, h = (x.new_empty(positions, padded(channels)) for channels in (experts.hidden, experts.inner))
+    down = x.new_empty(tokens * topk, experts.hidden)
+    gather(like, x, routing, gathered)
+    for turn, (tiling, (products, shared)) in enumerate(zip(tilings, kernels, strict=True)):
+        products.launch(
+            (jit.multiprocessors(x.device),), 128 * (tiling.warpgroups + 1), shared, experts.gate_up.tiles,
+            experts.gate_up.factors, experts.down.tiles, experts.down.factors, routing.begins, routing.counts,
+            routing.order, routing.weights, routing.progress[turn:], routing.progress[2:], gathered, h, down,
+            float(limit if limit > 0 else math.inf), overlap=True,
+        )  # fmt: skip
+    combine(like, down, ids, out)
 
 
 def padded(channels: int) -> int:

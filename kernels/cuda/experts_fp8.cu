@@ -50,53 +50,61 @@ __device__ __forceinline__ void dequantise(u32 word, u32 scales, int block, u32&
 // ---- tokens ------------------------------------------------------------------------------------------------------
 
 // A warp per group of eight positions and 128 channels, a lane per position and 32 channels: e4m3 and a scale.
+constexpr int GATHER_PARTS = (HIDDEN_TILES + 7) / 8;  // of a group, a block each
 extern "C" __global__ void __launch_bounds__(256) gather(
-    const u16* x, const int* begins, const int* counts, const int* order, const int* experts, u8* out, float* scales,
-    i64 channels) {
-    const int group = blockIdx.x, lane = threadIdx.x % 32, tile = blockIdx.y * 8 + threadIdx.x / 32;
-    if (8 * group >= begins[EXPERTS] || tile >= K_TILES) return;
-    const int pair = order[8 * group + lane % 8], channel = 128 * tile + lane / 8 * 32;
-    const bool any = pair >= 0 && channel < channels;
-    const uint4* row = (const uint4*)(x + (i64)(pair / TOPK) * channels + channel);
-    const int expert = experts[group];
-    const i64 place = Run(begins[expert], counts[expert]).place(K_TILES, tile, group);
-    u32 pairs[16], amax = 0;
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint4 raw = any ? row[i] : make_uint4(0, 0, 0, 0);
-        pairs[4 * i] = raw.x, pairs[4 * i + 1] = raw.y, pairs[4 * i + 2] = raw.z, pairs[4 * i + 3] = raw.w;
+    const u16* x, const int* begins, const int* counts, const int* order, const int* experts, u8* out, float* scales) {
+    const int lane = threadIdx.x % 32;
+    wait_for_previous();
+    launch_dependents();
+    const int units = begins[EXPERTS] / 8 * GATHER_PARTS;
+    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        const int group = unit / GATHER_PARTS, tile = unit % GATHER_PARTS * 8 + threadIdx.x / 32;
+        if (tile >= HIDDEN_TILES) continue;
+        const int pair = order[8 * group + lane % 8], channel = 128 * tile + lane / 8 * 32;
+        const bool any = pair >= 0 && channel < HIDDEN;
+        const uint4* row = (const uint4*)(x + (i64)(pair / TOPK) * HIDDEN + channel);
+        const int expert = experts[group];
+        const i64 place = Run(begins[expert], counts[expert]).place(HIDDEN_TILES, tile, group);
+        u32 pairs[16], amax = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint4 raw = any ? row[i] : make_uint4(0, 0, 0, 0);
+            pairs[4 * i] = raw.x, pairs[4 * i + 1] = raw.y, pairs[4 * i + 2] = raw.z, pairs[4 * i + 3] = raw.w;
+        }
+        #pragma unroll
+        for (int i = 0; i < 16; i++) amax = max_each(amax, pairs[i] & MAGNITUDES);
+        amax = max(amax << 16, amax & 0xFFFF0000u);
+        u32 whole = max(amax, __shfl_xor_sync(~0u, amax, 8));
+        whole = max(whole, __shfl_xor_sync(~0u, whole, 16));
+        const u32 scale = fp8_scales(amax) & 0xFFFF0000u, whole_scale = fp8_scales(whole) & 0xFFFF0000u;
+        const float inverse = reciprocal(scale), finer = __uint_as_float(scale) * reciprocal(whole_scale);
+        const u32 ratio = halves(finer, finer);
+        u32 words[8];
+        #pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const u32 codes = fp8_pair(low_float(pairs[i]) * inverse, high_float(pairs[i]) * inverse, ratio);
+            words[i / 2] = i % 2 ? words[i / 2] | codes << 16 : codes;
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            *(uint4*)(out + place * GROUP + (lane / 8 * 2 + i) * 128 + lane % 8 * 16) =
+                make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+        if (lane < 8) scales[place * 8 + lane] = or_nan(high_is_number(whole), __uint_as_float(whole_scale));
     }
-    #pragma unroll
-    for (int i = 0; i < 16; i++) amax = max_each(amax, pairs[i] & MAGNITUDES);
-    amax = max(amax << 16, amax & 0xFFFF0000u);
-    u32 whole = max(amax, __shfl_xor_sync(~0u, amax, 8));
-    whole = max(whole, __shfl_xor_sync(~0u, whole, 16));
-    const u32 scale = fp8_scales(amax) & 0xFFFF0000u, whole_scale = fp8_scales(whole) & 0xFFFF0000u;
-    const float inverse = reciprocal(scale), finer = __uint_as_float(scale) * reciprocal(whole_scale);
-    const u32 ratio = halves(finer, finer);
-    u32 words[8];
-    #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const u32 codes = fp8_pair(low_float(pairs[i]) * inverse, high_float(pairs[i]) * inverse, ratio);
-        words[i / 2] = i % 2 ? words[i / 2] | codes << 16 : codes;
-    }
-    #pragma unroll
-    for (int i = 0; i < 2; i++)
-        *(uint4*)(out + place * GROUP + (lane / 8 * 2 + i) * 128 + lane % 8 * 16) =
-            make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-    if (lane < 8) scales[place * 8 + lane] = or_nan(high_is_number(whole), __uint_as_float(whole_scale));
 }
 
 // ---- products ----------------------------------------------------------------------------------------------------
 
 struct Result {
-    const float* factors;
+    const float* factors[2];  // of the second product's weights, of the first's
     const int* order;
     const float* sorted;
-    u8* out;
-    float* scales;  // of ``out``
     float limit;
+    u8* h;  // what the first product makes, its scales, and what the second does
+    float* scales;
+    u16* out;
     u32 (*maxima)[16];  // of two tokens, in each warp
+    Finished finished;
 };
 
 // gate and up of two tokens -> SwiGLU times the tokens' weights; pairs of bf16. The exponential and the reciprocal are
@@ -115,10 +123,10 @@ __device__ __forceinline__ u32 swiglu(u32 gates, u32 ups, float2 weights, float 
     return pack_bf16(h[0] * weights.x, h[1] * weights.y);
 }
 
-template <int N> __device__ __forceinline__ void finish(
-    float (&d)[N / 2], float2 factors, const Item& work, int tile, const Result& to) {
+// The first product. ``odd``: of ``Finished``.
+template <int N> __device__ __forceinline__ void finish_first(
+    float (&d)[N / 2], float2 factors, const Item& work, int tile, const Result& to, int odd) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = 2 * (lane % 4);
-#if GATED
     u32 h[N / 8];
     #pragma unroll
     for (int i = 0; i < N / 8; i++) {  // two tokens
@@ -133,8 +141,8 @@ template <int N> __device__ __forceinline__ void finish(
     }
     consumers_barrier();
     const int channel = 32 * tile + 8 * (warp % 4) + lane / 4;
-    const i64 place = work.run.place(OUT / 128, work.block, work.first / 8);
-    u8* out = to.out + place * GROUP + channel % 128 / 16 * 128 + column * 16 + channel % 16;
+    const i64 place = work.run.place(INNER_TILES, work.block, work.first / 8);
+    u8* out = to.h + place * GROUP + channel % 128 / 16 * 128 + column * 16 + channel % 16;
     #pragma unroll
     for (int i = 0; i < N / 8; i++) {
         const u32* maxima = to.maxima[4 * i + lane % 4];
@@ -156,28 +164,33 @@ template <int N> __device__ __forceinline__ void finish(
                 make_float2(or_nan(low_is_number(whole), low_float(whole_scale)),
                             or_nan(high_is_number(whole), high_float(whole_scale)));
     }
-    consumers_barrier();  // the maxima have been read
-#else
+    to.finished.meet(odd, work.first / 8);
+}
+
+// The second product.
+template <int N> __device__ __forceinline__ void finish_second(
+    const float (&d)[N / 2], float2 factors, const Item& work, int tile, const Result& to) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = 2 * (lane % 4);
     const int row = 64 * tile + 16 * (warp % 4) + lane / 4;
     #pragma unroll
     for (int i = 0; i < N / 4; i++) {
         const int at = 8 * (i / 2) + column + i % 2;
         if (at < work.count) {
-            u16* out = (u16*)to.out + (i64)to.order[work.first + at] * OUT + row;
-            if (row < OUT) out[0] = to_bf16(d[4 * (i / 2) + i % 2] * factors.x);
-            if (row + 8 < OUT) out[8] = to_bf16(d[4 * (i / 2) + 2 + i % 2] * factors.y);
+            u16* out = to.out + (i64)to.order[work.first + at] * HIDDEN + row;
+            if (row < HIDDEN) out[0] = to_bf16(d[4 * (i / 2) + i % 2] * factors.x);
+            if (row + 8 < HIDDEN) out[8] = to_bf16(d[4 * (i / 2) + 2 + i % 2] * factors.y);
         }
     }
-#endif
 }
 
 // An operand is made while the one before it is multiplied; the next stage's codes are read while the last one is.
-template <int N>
-__device__ __forceinline__ void consume(const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to) {
+template <bool GATED, int N> __device__ __forceinline__ void consume(
+    const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to, int odd) {
+    constexpr int K_TILES = Shape<GATED>::K_TILES;
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     const int tile = work.block * WARPGROUPS + group;
-    const float* factors =
-        to.factors + (i64)work.expert * (64 * ROW_TILES) + 64 * tile + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const float* factors = to.factors[GATED] + (i64)work.expert * (64 * Shape<GATED>::ROW_TILES) + 64 * tile
+                         + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const float2 factor = make_float2(factors[0], factors[8]);  // of a lane's two rows
     float sum[N / 2] = {}, d[N / 2] = {};
     Weights weights;
@@ -214,35 +227,49 @@ __device__ __forceinline__ void consume(const Item& work, Slot& slot, const Pipe
         wgmma_hold(sum);  // the scales have been read
         pipeline.release(current);
     }
-    finish<N>(sum, factor, work, tile, to);
+    if constexpr (GATED) finish_first<N>(sum, factor, work, tile, to, odd);
+    else finish_second<N>(sum, factor, work, tile, to);
 }
 
-// A group of x and of the first product's output: [8][8 tokens][16 channels].
-extern "C" __global__ void __launch_bounds__(THREADS, 1) product(
-    const u8* weights, const float* factors, const int* begins, const int* counts, const int* order,
-    const float* sorted, const u8* x, const float* x_scales, u8* out, float* out_scales, float limit) {
+// A group of x and of h, what the first product makes: [8][8 tokens][16 channels].
+extern "C" __global__ void __launch_bounds__(THREADS, 1) products(
+    const u8* gate_up, const float* gate_up_factors, const u8* down, const float* down_factors, const int* begins,
+    const int* counts, const int* order, const float* sorted, int* drawn, int* stored, const u8* x,
+    const float* x_scales, u8* h, float* h_scales, u16* out, float limit) {
     extern __shared__ __align__(128) u8 memory[];
-    __shared__ int first_item[EXPERTS + 1];
-    __shared__ __align__(16) u32 maxima[GATED ? NMAX / 2 : 1][16];
+    __shared__ int first_piece[EXPERTS + 1], finished_pieces[2];
+    __shared__ __align__(16) u32 maxima[NMAX / 2][16];
     __shared__ u64 barriers[2 * STAGES];
+    __shared__ Item items[STAGES + 1];
     const u32 full = shared_address(barriers);
-    const Pipeline pipeline{full, full + 8 * STAGES, shared_address(memory)};
-    start(pipeline, counts, first_item);
-    const Schedule schedule{begins, counts, first_item};
+    const Pipeline pipeline{full, full + 8 * STAGES, shared_address(memory), items};
+    const Finished finished{finished_pieces};
+    start(pipeline, counts, first_piece);
+    const Schedule schedule{begins, counts, first_piece};
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COPYING));
-        if (threadIdx.x == CONSUMERS) copy_ahead(pipeline, schedule, weights, x, x_scales);
+        if (threadIdx.x == CONSUMERS)
+            copy_ahead(pipeline, schedule, drawn, stored, {gate_up, x, x_scales}, {down, h, h_scales});
+        else if (threadIdx.x / 32 == CONSUMERS / 32 + 1) finished.publish(stored);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COMPUTING));
-        const Result to{factors, order, sorted, out, out_scales, limit, maxima};
+        const Result to{{down_factors, gate_up_factors}, order, sorted, limit, h, h_scales, out, maxima, finished};
         Slot slot;
-        Item next = schedule.item(blockIdx.x);
-        for (int index = blockIdx.x; schedule.has(index); index += gridDim.x) {
-            const Item work = next;
-            next = schedule.item(index + gridDim.x);  // long before it is needed
+        Turn turn;
+        int odd = 0;
+        for (;; turn.next()) {
+            pipeline.wait(slot);
+            const Item& work = items[turn.index];
+            if (!work.count) break;
             const int columns = work.columns();
-#define CONSUME(N) if (columns == N) consume<N>(work, slot, pipeline, to); else
+#define CONSUME(N)                                                                                                  \
+            if (columns == N) {                                                                                     \
+                if (work.gated) consume<true, N>(work, slot, pipeline, to, odd);                                   \
+                else consume<false, N>(work, slot, pipeline, to, odd);                                             \
+            } else
             FOR_EACH_WGMMA(CONSUME) {}
+            odd ^= work.gated;
         }
+        finished.meet(odd, -1);
     }
 }

@@ -23,17 +23,19 @@ from . import jit
 from .experts import (
     BLOCK,
     CHANNELS,
-    GROUP,
     ROWS,
     TILE_BYTES,
     Experts,
+    combine,
     empty_tiles,
     fill,
+    gather,
     in_passes,
     laid_out,
     padded,
     read_with,
     replace_with,
+    route,
     spread,
 )
 from .jit import SHARED_BYTES
@@ -60,30 +62,29 @@ class Product:
     tiles: Tensor  # uint8 [experts, row tiles / BLOCK, channel tiles, BLOCK, TILE_BYTES]
     factors: Tensor  # float32 [experts, rows], powers of two taken out of the scales; NaN where a scale of the row is
 
-    def kernel(self, topk: int, gated: bool, out: int) -> tuple[jit.Kernel, int]:
-        """The kernel, and the bytes of shared memory it wants."""
-        experts, blocks, channel_tiles = self.tiles.shape[:3]
-        stage = BLOCK * TILE_BYTES + COLUMNS * (CHANNELS + 4)
-        static = 4 * (experts + 1) + (32 * COLUMNS if gated else 0) + 1024  # and barriers
-        stages = min(12, (SHARED_BYTES - static) // stage)
-        kernel = jit.kernel(
-            "experts_fp8.cu",
-            "product",
-            tuple(range(STEP, COLUMNS + 1, STEP)),
-            EXPERTS=experts,
-            TOPK=topk,
-            K=channel_tiles * CHANNELS,
-            ROW_TILES=blocks * BLOCK,
-            WARPGROUPS=BLOCK,
-            GATED=int(gated),
-            NMAX=COLUMNS,
-            STEP=STEP,
-            STAGES=stages,
-            OUT=out,
-            FEWEST=1,
-            MOST=1 << 30,
-        )
-        return kernel, stages * stage
+
+def kernel(experts: Experts[Product], topk: int) -> tuple[jit.Kernel, int]:
+    """The kernel of both products, and the bytes of shared memory it wants."""
+    count = experts.down.tiles.shape[0]
+    stage = BLOCK * TILE_BYTES + COLUMNS * (CHANNELS + 4)
+    static = 4 * (count + 1) + 32 * COLUMNS + 1024  # and barriers
+    stages = min(12, (SHARED_BYTES - static) // stage)
+    kernel = jit.kernel(
+        "experts_fp8.cu",
+        "products",
+        tuple(range(STEP, COLUMNS + 1, STEP)),
+        EXPERTS=count,
+        TOPK=topk,
+        HIDDEN=experts.hidden,
+        INNER=experts.inner,
+        WARPGROUPS=BLOCK,
+        NMAX=COLUMNS,
+        STEP=STEP,
+        STAGES=stages,
+        FEWEST=1,
+        MOST=1 << 30,
+    )
+    return kernel, stages * stage
 
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts[Product]:
@@ -193,36 +194,20 @@ def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Produc
 
 
 def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float, out: Tensor) -> None:
-    tokens, topk = ids.shape
-    count, pairs = experts.gate_up.tiles.shape[0], tokens * topk
-    hidden, inner = padded(experts.hidden), padded(experts.inner)
-    helper = experts.gate_up.kernel(topk, True, inner)[0]
-    route, gather, combine = (jit.kernel_like(helper, entry) for entry in ("route", "gather", "combine"))
-
-    groups = -(-pairs // GROUP) + min(count, pairs)  # at most: every expert may end with a part of a group
-    positions = groups * GROUP
-
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-
-    begins, counts, order, whose = (empty(size, dtype=torch.int32) for size in (count + 1, count, positions, groups))
-    in_order = empty(positions, dtype=torch.float32)
-    values = [empty(positions, channels, dtype=torch.uint8) for channels in (hidden, inner)]
-    scales = [empty(positions, channels // CHANNELS, dtype=torch.float32) for channels in (hidden, inner)]
-    down = empty(pairs, experts.hidden, dtype=x.dtype)
-
-    route.launch((count,), 512, 0, ids, weights, begins, counts, order, in_order, whose, tokens)
-    gather.launch(
-        (groups, -(-hidden // 1024)), 256, 0, x, begins, counts, order, whose, values[0], scales[0], experts.hidden
-    )
-    blocks = jit.multiprocessors(x.device)
-    for product, gated, left, left_scales, result, result_scales in (
-        (experts.gate_up, True, values[0], scales[0], values[1], scales[1]),
-        (experts.down, False, values[1], scales[1], down, scales[1]),
-    ):
-        kernel, shared = product.kernel(topk, gated, result.shape[1])
-        kernel.launch(
-            (blocks,), 128 * (BLOCK + 1), shared, product.tiles, product.factors, begins, counts, order,
-            in_order, left, left_scales, result, result_scales, float(limit if limit > 0 else math.inf),
-        )  # fmt: skip
-    combine.launch((tokens,), min(1024, -(-experts.hidden // 256) * 32), 0, down, ids, out, experts.hidden)
+    topk = ids.shape[1]
+    products, shared = kernel(experts, topk)
+    routing = route(products, weights, ids, experts.down.tiles.shape[0])
+    positions = routing.order.shape[0]
+    values, scales = [], []
+    for channels in (padded(experts.hidden), padded(experts.inner)):
+        values.append(torch.empty(positions, channels, dtype=torch.uint8, device=x.device))
+        scales.append(torch.empty(positions, channels // CHANNELS, dtype=torch.float32, device=x.device))
+    down = x.new_empty(ids.numel(), experts.hidden)
+    gather(products, x, routing, values[0], scales[0])
+    products.launch(
+        (jit.multiprocessors(x.device),), 128 * (BLOCK + 1), shared, experts.gate_up.tiles, experts.gate_up.factors,
+        experts.down.tiles, experts.down.factors, routing.begins, routing.counts, routing.order, routing.weights,
+        routing.progress, routing.progress[2:], values[0], scales[0], values[1], scales[1], down,
+        float(limit if limit > 0 else math.inf), overlap=True,
+    )  # fmt: skip
+    combine(products, down, ids, out)
