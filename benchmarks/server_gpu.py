@@ -46,10 +46,18 @@ MODES = {  # rounding profile, flags
 }
 
 
+def wide_tokenizer(size: int) -> Tokenizer:
+    """Of ``size`` ids, most of which no text becomes. (As special tokens they would take a minute to load.)"""
+    small = build_tokenizer(4096)
+    content = json.loads(small.to_str())
+    content["model"]["vocab"] |= {f"<unused {token}>": token for token in range(small.get_vocab_size(), size)}
+    return Tokenizer.from_str(json.dumps(content))
+
+
 def six_layers(experts: int) -> tuple[dict[str, Any], Tokenizer]:
     """config.json: window only, the same with Engram, a source of pairs with Engram, one of its readers, a source of
     single tokens and of candidates, a second index source among those."""
-    raw, tokenizer = copy.deepcopy(RELEASED), build_tokenizer(RELEASED["text_config"]["vocab_size"])
+    raw, tokenizer = copy.deepcopy(RELEASED), wide_tokenizer(RELEASED["text_config"]["vocab_size"])
     ids = {name: tokenizer.token_to_id(name) for name in (BOS, EOS, PAD, IMAGE, NOISE)}
     text = raw["text_config"]
     text |= {
