@@ -25,7 +25,7 @@ from .config import V41Config
 from .expert_map import ExpertMap
 from .layers import Dense, Embedding, Linear, RMSNorm
 from .memory import StatePool
-from .parallel import Parallel
+from .parallel import OP_BY_OP, Exchange, Forward, Parallel
 from .profiles import Profile
 from .rows import Rows
 from .step import Step
@@ -129,11 +129,13 @@ class DSpark:
         stages: nn.ModuleList,
         embed: Callable,
         logits: Callable,
+        places: ExpertMap,
         parallel: Parallel,
     ):
         assert config.dspark is not None
         self.config, self.ops, self.dspark = config, ops, config.dspark
         self.stages, self.embed, self.logits, self.parallel = stages, embed, logits, parallel
+        self.places = places
         self.has_confidence = True
 
     def write_context(self, features: list[Tensor], step: Step) -> None:
@@ -145,6 +147,10 @@ class DSpark:
             _, key = attention.down(main)  # verified tokens ask nothing
             attention.write_window(attention.window_rows(key, step.rows.positions), step)
 
+    def meet(self, anchors: Tensor, positions: Tensor, slots: Tensor, size: int = OP_BY_OP) -> Forward:
+        """``Parallel.meet`` of the ranks that are about to draft."""
+        return self.parallel.meet(anchors.shape[0] * self.dspark.block_size, (anchors, positions, slots), size)
+
     def draft(
         self,
         anchors: Tensor,
@@ -153,13 +159,14 @@ class DSpark:
         state: StatePool,
         pages: Any,
         choose: Callable[[Tensor, Tensor], Tensor] | None = None,
+        exchange: Exchange | None = None,
     ) -> Draft:
         """Draft one block per request.
 
         anchors: int64 [B] newest token of each request, not yet run through the network.
         positions: int64 [B] its position, at least 1: the context window of the positions before it must be
         in ``state``. choose: logits float32 [B, vocab] after tokens at positions int64 [B] -> token ids int64 [B];
-        default: greedy.
+        default: greedy. exchange: if the ranks have met (``meet``); None: they meet here.
 
         On many ranks all call it together, with any B, also 0: the stages have routed experts.
         """
@@ -178,7 +185,8 @@ class DSpark:
             window_floor=torch.clamp(positions - config.window, min=0).repeat_interleave(block),
             writes_pages=torch.zeros(count * block, dtype=torch.bool, device=device),
         )
-        exchange = self.parallel.begin(rows)
+        if exchange is None:
+            exchange = self.parallel.exchange(self.meet(anchors, positions, slots))
         step = DraftStep(rows, pages, state, exchange=exchange, later=(block - 1 - offset).repeat(count))
         residual = Residual(*expand_embedding(self.embed(rows.token_ids), config.hc_mult))
         for stage in self.stages if exchange.total else ():

@@ -19,9 +19,11 @@ from deepinfer_plugin.kernels import Ops
 class ExpertMap:
     """placement: int64 [layers, physical] the expert in every slot, on the host. ``slots``: of a rank.
 
-    On the device, as ``Ops.assign_slots`` takes them: ``home`` int64 [layers, experts] the slot of an expert that has
-    one, ``shared`` int32 [layers, K] the experts that have several, ``replicas`` int32 [layers, K, ranks] theirs. As
-    many of these as could have several, so that sizes outlive a placement.
+    On the device, as ``Ops.assign_slots`` takes them: ``home`` int64 [layers, experts + 1] the slot of an expert that
+    has one, and in the end that of expert -1, which is -1; ``shared`` int32 [layers, K] the experts that have several,
+    ``replicas`` int32 [layers, K, ranks] theirs. As many of these as could have several, so that sizes outlive a
+    placement. ``local`` int64 [ranks, physical + 1]: every slot, and in the end slot -1, counted from a rank's first;
+    -1 if it is another's.
 
     forwards: with rows, so far. counts: int64 [layers, experts] rows of the latest, if somebody wants to know them.
     """
@@ -32,10 +34,13 @@ class ExpertMap:
         layers, physical = self.placement.shape
         self.slots = physical // ranks
         several = min(physical - experts, experts)
-        self.home = torch.empty(layers, experts, dtype=torch.int64)
+        self.home = torch.full((layers, experts + 1), -1, dtype=torch.int64)
         self.shared = torch.empty(layers, several, dtype=torch.int32)
         self.replicas = torch.empty(layers, several, ranks, dtype=torch.int32)
         self._fill(range(layers))
+        self.local = torch.full((ranks, physical + 1), -1, dtype=torch.int64)
+        for rank in range(ranks):
+            self.local[rank, rank * self.slots :][: self.slots] = torch.arange(self.slots)
         self.counts: Tensor | None = None
         self.forwards = 0
 
@@ -58,22 +63,27 @@ class ExpertMap:
             replicas = np.full(self.replicas.shape[1:], -1, dtype=np.int32)
             copies = slots[home[placed[slots]] < 0]
             replicas[-1 - home[placed[copies]], copies // self.slots] = copies
-            for table, values in ((self.home, home), (self.shared, shared), (self.replicas, replicas)):
-                _copy(table[layer], values)
+            for table, values in (
+                (self.home[layer, :-1], home),
+                (self.shared[layer], shared),
+                (self.replicas[layer], replicas),
+            ):
+                _copy(table, values)
 
     def assign(self, ops: Ops, layer: int, ids: Tensor) -> Tensor:
-        """int64 [T, k] slots that compute expert ids int64 [T, k], which are those of all rows on all ranks."""
+        """int64 [T, k] slots that compute expert ids int64 [T, k], which are those of all rows on all ranks; -1 for
+        none, in a row of padding."""
         self.forwards += layer == 0
         counts = None if self.counts is None else self.counts[layer]
         home, shared = self.home[layer], self.shared[layer]
         if shared.shape[0]:
-            slots, found = ops.assign_slots(ids, home, shared, self.replicas[layer], self.slots, rounds(ops))
+            slots, found = ops.assign_slots(ids, home[:-1], shared, self.replicas[layer], self.slots, rounds(ops))
             if counts is not None:
                 counts.copy_(found)
             return slots
         if counts is not None:
             flat = ids.flatten()
-            counts.zero_().scatter_add_(0, flat, torch.ones_like(flat))
+            counts.zero_().scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
         return home[ids]
 
 

@@ -41,7 +41,7 @@ class Experts(nn.Module):
     def __init__(self, ops: Ops, config: V41Config, places: ExpertMap, layer: int, rank: int):
         super().__init__()
         self.ops, self.limit, self.inner = ops, config.swiglu_limit, config.expert_dim
-        self.map, self.layer, self.slots = places, layer, places.slots
+        self.map, self.layer, self.rank, self.slots = places, layer, rank, places.slots
         self.loaded: list[int] = places.placement[layer].reshape(places.ranks, -1)[rank].tolist()
         slots, hidden = self.slots, config.hidden_size
         self.w13 = parameter(slots, 2 * self.inner, hidden // 2, dtype=torch.uint8)
@@ -61,6 +61,10 @@ class Experts(nn.Module):
     def assign(self, ids: Tensor) -> Tensor:
         """Slots int64 [T, k], counted over all ranks, that compute expert ids [T, k] of all rows."""
         return self.map.assign(self.ops, self.layer, ids)
+
+    def local(self, slots: Tensor) -> Tensor:
+        """``ids`` of ``forward``, from slots counted over all ranks."""
+        return self.map.local[self.rank, slots]
 
     # ---- experts that move -------------------------------------------------------------------------------------------
 

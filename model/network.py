@@ -22,7 +22,7 @@ from .layers import Dense, Embedding, RMSNorm, lay_out
 from .layout import Layout, expert_sets
 from .memory import PagePool, StatePool
 from .moe import Experts
-from .parallel import Parallel, Single
+from .parallel import Exchange, Parallel, Single
 from .place import check_place
 from .profiles import Profile
 from .rows import Rows
@@ -91,7 +91,9 @@ class Network(nn.Module):
         self.mtp = nn.ModuleList(
             Stage(ops, config, profile, stage, draft, parallel) for stage in range(config.draft_stages)
         )
-        self.dspark = DSpark(config, ops, self.mtp, self.embed_tokens, self.logits, parallel) if config.dspark else None
+        self.dspark: DSpark | None = None
+        if config.dspark is not None:
+            self.dspark = DSpark(config, ops, self.mtp, self.embed_tokens, self.logits, draft, parallel)
         classes = torch.zeros(config.vocab_size, dtype=torch.int64) if table is None else table.token_class
         self.register_buffer("token_class", classes.to(self.norm.weight.device), persistent=False)
 
@@ -138,14 +140,23 @@ class Network(nn.Module):
         classes = self.token_class[rows.token_ids]
         return classes if rows.image_mask is None else classes.masked_fill(rows.image_mask, -1)
 
-    def forward(self, rows: Rows, pages: PagePool, state: StatePool, observe: Observer | None = None) -> Tensor:
+    def forward(
+        self,
+        rows: Rows,
+        pages: PagePool,
+        state: StatePool,
+        observe: Observer | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
         """Final normalised hidden states [R, H] of every row.
 
         Writes, for the rows' positions: window rings, compressor tails, Engram look-back, draft context, and (where
         ``rows.writes_pages``) the pages. ``observe(layer, streams)`` sees the residual streams [R, hc_mult,
-        H] after each layer.
+        H] after each layer. exchange: if the ranks have met; None: they meet here.
         """
-        step = Step(rows, pages, state, exchange=self.parallel.begin(rows))
+        if exchange is None:
+            exchange = self.parallel.exchange(self.parallel.meet(rows.count, rows.parts))
+        step = Step(rows, pages, state, exchange=exchange)
         if not step.exchange.total:
             return self.embed_tokens(rows.token_ids)
         classes = self.classes(rows)

@@ -13,7 +13,8 @@ row, which adds a row's experts in ascending order, as one rank does. Owners div
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from .layout import Layout
 from .place import Place, Share
-from .rows import Rows
 
 T = TypeVar("T")
+OP_BY_OP = sys.maxsize  # the size of a forward that no captured one can take the place of
 
 
 class RankDivergence(RuntimeError):
@@ -108,6 +109,18 @@ class ExpertSum(Protocol):
     def assign(self, ids: Tensor) -> Tensor:
         """Slots int64 [T, k], counted over all ranks, that compute the experts ids [T, k] of the rows of all groups."""
 
+    def local(self, slots: Tensor) -> Tensor:
+        """Slots int64 as ``assign`` returns them, counted from this rank's first; -1 for another's, and for -1."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What all ranks know of a forward before it begins. ``counts``: rows of each attention group. ``size``: of the
+    captured forward that runs instead, OP_BY_OP if none does, 0 if nobody has rows."""
+
+    counts: Sequence[int]
+    size: int = OP_BY_OP
+
 
 class Parallel(Protocol):
     """What the network knows of other ranks."""
@@ -118,8 +131,20 @@ class Parallel(Protocol):
     def columns(self, x: Tensor) -> Tensor:
         """[R, n] of this rank's outputs -> the outputs of all ranks that divide the heads, in order."""
 
-    def begin(self, rows: Rows) -> Exchange:
-        """Called once before every forward by all ranks, with their own rows, which may be none."""
+    def meet(self, count: int, what: Iterable[Tensor], size: int = OP_BY_OP) -> Forward:
+        """Called once before every forward by all ranks, each with its number of rows, which may be 0, what decides
+        what it computes, and the size of the smallest captured forward that these fit, 0 if it has none."""
+
+    def exchange(self, forward: Forward) -> Exchange:
+        """Of a forward that runs op by op."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether what ranks send each other in a forward can be captured in a graph."""
+
+    def captured(self, rows: int, live: Tensor) -> Exchange:
+        """Of a forward that is captured for ``rows`` rows of each group. live: int64 [1], how many of them are no
+        padding when it is replayed."""
 
     @property
     def leads(self) -> bool:
@@ -138,13 +163,19 @@ class Parallel(Protocol):
 class Single:
     """One rank that holds everything."""
 
-    place, groups, leads = Place(), 1, True
+    place, groups, leads, captures = Place(), 1, True, True
 
     def columns(self, x: Tensor) -> Tensor:
         return x
 
-    def begin(self, rows: Rows) -> Exchange:
-        return Here(rows.count)
+    def meet(self, count: int, what: Iterable[Tensor], size: int = OP_BY_OP) -> Forward:
+        return Forward([count], size)
+
+    def exchange(self, forward: Forward) -> Exchange:
+        return Here(sum(forward.counts))
+
+    def captured(self, rows: int, live: Tensor) -> Exchange:
+        return Here(rows)
 
     def agree(self, value: T) -> T:
         return value
@@ -182,7 +213,9 @@ class Ranks:
 
     split_heads, split_experts: False leaves these whole on every rank of a group, or of all. layout: which experts lie
     in which slots; None: each once, in order.
-    exchange: makes what a forward sends between ranks, from these and the rows of each group; None: ``Travelling``.
+    travelling: makes what a forward sends between ranks, from these and the rows of each group; None: ``Travelling``.
+    fixed: the same for a forward that is captured, from these, the rows of a group and how many are live; None: such
+    forwards are not captured.
 
     between: called by every rank before every forward, also one that drafts; what it does may communicate.
     """
@@ -196,7 +229,8 @@ class Ranks:
         split_experts: bool = True,
         layout: Layout | None = None,
         check: bool = False,
-        exchange: Callable[[Ranks, Sequence[int]], Exchange] | None = None,
+        travelling: Callable[[Ranks, Sequence[int]], Exchange] | None = None,
+        fixed: Callable[[Ranks, int, Tensor], Exchange] | None = None,
     ):
         if world.size % group.size or world.rank % group.size != group.rank:
             raise ValueError(f"{world.size} ranks are not attention groups of {group.size}, one after another")
@@ -205,7 +239,7 @@ class Ranks:
         self.experts: Group = world if split_experts else Alone()
         self.groups = world.size // group.size
         self.place = Place(Share(self.heads.rank, self.heads.size), Share(self.experts.rank, self.experts.size), layout)
-        self.exchange = exchange or Travelling
+        self.travelling, self.fixed = travelling or Travelling, fixed
         self.between: Callable[[], None] | None = None
         self.step = 0  # forwards begun, the same on every rank
 
@@ -229,7 +263,7 @@ class Ranks:
     def agree_everywhere(self, value: T) -> T:
         return self.world.from_first(value)
 
-    def begin(self, rows: Rows) -> Exchange:
+    def meet(self, count: int, what: Iterable[Tensor], size: int = OP_BY_OP) -> Forward:
         """
         Raises:
             RankDivergence: other ranks are at another step, or (always with several groups, else only with ``check``)
@@ -238,21 +272,33 @@ class Ranks:
         if self.between is not None:
             self.between()
         self.step += 1
-        counts = [rows.count] * self.groups
-        if self.groups > 1 or self.check:
-            mine = [self.step, rows.count, fingerprint(rows) if self.check else 0]
-            everybody = self.world.host_gather(mine)
-            self._compare(everybody)
-            counts = [everybody[first][1] for first in range(0, self.world.size, self.group.size)]
+        if self.groups == 1 and not self.check:
+            return Forward([count], size)
+        everybody = self.world.host_gather([self.step, count, fingerprint(what) if self.check else 0, size])
+        self._compare(everybody)
+        counts = [everybody[first][1] for first in range(0, self.world.size, self.group.size)]
+        return Forward(counts, max(theirs[3] for theirs in everybody))
+
+    def exchange(self, forward: Forward) -> Exchange:
         if self.experts.size == 1:
-            return Here(sum(counts))
-        return self.exchange(self, counts)
+            return Here(sum(forward.counts))
+        return self.travelling(self, forward.counts)
+
+    @property
+    def captures(self) -> bool:
+        return self.experts.size == 1 or self.fixed is not None
+
+    def captured(self, rows: int, live: Tensor) -> Exchange:
+        if self.experts.size == 1:
+            return Here(rows * self.groups)
+        assert self.fixed is not None
+        return self.fixed(self, rows, live)
 
     def _compare(self, everybody: list[list[int]]) -> None:
         size = self.group.size
-        for rank, (step, count, print_) in enumerate(everybody):
+        for rank, (step, count, print_, _) in enumerate(everybody):
             first = rank // size * size
-            other_count, other_print = everybody[first][1:]
+            _, other_count, other_print, _ = everybody[first]
             if step != everybody[0][0]:
                 raise RankDivergence(f"rank {rank} begins forward {step} while rank 0 begins forward {everybody[0][0]}")
             if (count, print_) != (other_count, other_print):
@@ -262,12 +308,11 @@ class Ranks:
                 )
 
 
-def fingerprint(rows: Rows) -> int:
-    """63 bits of everything that decides what a forward of these rows computes."""
+def fingerprint(what: Iterable[Tensor]) -> int:
+    """63 bits of everything that decides what a forward computes."""
     digest = hashlib.blake2b(digest_size=8)
-    for part in (rows.token_ids, rows.positions, rows.cu_rows, rows.slots, rows.page_table, rows.window_floor):
+    for part in what:
         digest.update(part.cpu().contiguous().numpy().tobytes())
-    digest.update(rows.writes_pages.cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
@@ -313,13 +358,18 @@ class Travelling:
 
     # ---- experts and tables ----------------------------------------------------------------------------------------
 
+    def rows_everywhere(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``routed`` is given, of all groups: one message a row instead of three."""
+        if self.ranks.groups == 1:
+            return x, weights, ids
+        fields = (x, weights, ids.to(torch.int32))
+        message = torch.cat([field.contiguous().view(torch.uint8) for field in fields], 1)
+        parts = self.everywhere(message).split([field.shape[1] * field.element_size() for field in fields], 1)
+        x, weights, ids = (part.contiguous().view(field.dtype) for part, field in zip(parts, fields, strict=True))
+        return x, weights, ids.to(torch.int64)
+
     def routed(self, experts: ExpertSum, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        if self.ranks.groups > 1:  # one message a row instead of three
-            fields = (x, weights, ids.to(torch.int32))
-            message = torch.cat([field.contiguous().view(torch.uint8) for field in fields], 1)
-            parts = self.everywhere(message).split([field.shape[1] * field.element_size() for field in fields], 1)
-            x, weights, ids = (part.contiguous().view(field.dtype) for part, field in zip(parts, fields, strict=True))
-            ids = ids.to(torch.int64)
+        x, weights, ids = self.rows_everywhere(x, weights, ids)
         slots = experts.assign(ids)
         travel = Travel(self, slots // experts.slots)
         pairs = travel.held
@@ -335,9 +385,14 @@ class Travelling:
         travel = Travel(self, everyone // each)
         local = everyone.flatten()[travel.held] - each * self.ranks.experts.rank
         found = torch.cat([part.view(torch.uint8)[local] for part in (table, scale)], 1)
-        values, scales = self.whole(travel.to_owners(found)).flatten(0, 1).split([table.shape[1], scale.shape[1]], 1)
-        fetched = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
-        return values.contiguous().view(table.dtype), scales.contiguous().view(scale.dtype), fetched
+        return self.fetched(travel.to_owners(found), table, scale)
+
+    def fetched(self, found: Tensor, table: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``lookup`` returns, from the bytes uint8 [own, columns, D + S] of the rows of own rows."""
+        whole = self.whole(found)
+        values, scales = whole.flatten(0, 1).split([table.shape[1], scale.shape[1]], 1)
+        numbers = torch.arange(values.shape[0], device=found.device).view(whole.shape[:2])
+        return values.contiguous().view(table.dtype), scales.contiguous().view(scale.dtype), numbers
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,19 @@ class Rows:
     def count(self) -> int:
         return self.token_ids.shape[0]
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Everything that decides what a forward of text computes."""
+        return (
+            self.token_ids,
+            self.positions,
+            self.cu_rows,
+            self.slots,
+            self.page_table,
+            self.window_floor,
+            self.writes_pages,
+        )
+
     @cached_property
     def row_slots(self) -> Tensor:
         """[R] state slot of each row."""

@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from ..arguments import RUNNING_REQUESTS
 if TYPE_CHECKING:
     from ..model.config import V41Config
     from ..model.network import Network
-    from ..model.rows import Rows
 
 PREFILL = 8192  # rows of a prefill step, SGLang's default on a large GPU
 
@@ -125,23 +125,47 @@ def _network(config: V41Config, ranks: int, redundant: int, profile: str) -> Net
 
 
 def _parallel(config: V41Config, ranks: int, redundant: int) -> Any:
-    """One of several ranks that divide the experts, as far as kernels can tell: where expert outputs travel, a rank's
-    experts are asked for pairs of a token and one choice."""
+    """One of several ranks that divide the experts, as far as kernels can tell: nothing travels, and a rank's experts
+    are asked for pairs of a token and one choice."""
+    import torch
+
+    from ..kernels.cuda import peers
+    from ..model.captured import Captured
     from ..model.layout import Layout
-    from ..model.parallel import ExpertSum, Here, Single
-    from ..model.place import Place, Share
+    from ..model.parallel import ExpertSum, Here, Ranks
 
     class Pairs(Here):
         def routed(self, experts: ExpertSum, x: Any, weights: Any, ids: Any) -> Any:
             return experts(x, weights[:, :1], ids[:, :1])
 
-    class One(Single):
-        place = Place(Share(), Share(0, ranks), Layout.trivial(config, ranks, redundant))
+    class Nobody:
+        rank, size = 0, ranks
 
-        def begin(self, rows: Rows) -> Here:
-            return Pairs(rows.count)
+        def all_gather(self, x: Any) -> Any:
+            return x.new_empty(ranks, *x.shape)
 
-    return One()
+    class Nowhere:
+        """In the place of ``PeerMemory``."""
+
+        def begin(self) -> None:
+            pass
+
+        def send(self, made: Any, local: Any, rows: int, size: int, dtype: torch.dtype) -> Any:
+            memories = torch.empty(ranks, dtype=torch.int64, device="meta")
+            peers.send(made, local, memories, 0, rows, size, dtype)
+            return made.new_empty(rows // size, *made.shape[1:], dtype=dtype)
+
+        ascending_sum = staticmethod(peers.ascending_sum)
+
+    nobody: Any = Nobody()
+    return Ranks(
+        nobody,
+        nobody,
+        split_heads=False,
+        layout=Layout.trivial(config, ranks, redundant),
+        travelling=lambda ranks, counts: Pairs(sum(counts)),
+        fixed=partial(Captured, peers=Nowhere()),
+    )
 
 
 def _steps(network: Network, args: argparse.Namespace) -> None:

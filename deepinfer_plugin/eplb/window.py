@@ -18,7 +18,7 @@ class Window:
 
     def __init__(self, places: ExpertMap, steps: int):
         self.places, device = places, places.home.device
-        shape = places.home.shape
+        shape = len(places.placement), places.experts
         places.counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self.ring = torch.zeros(steps, *shape, dtype=torch.int32, device=device)
         self.seen = places.forwards

@@ -3,6 +3,9 @@
 The network knows rows, not modes, and so do its graphs: one is captured for a number of rows and a width of the page
 tables, and runs decode, verification or a short prefill alike. A step is padded to the next captured number of rows
 with requests of one token in slot 0 and page 0, which are junk. More rows than were captured run eagerly.
+
+Several ranks replay together: they agree on the host which graph it is, that of the group that needs the largest, and
+groups without rows replay padding. If the rows of one fit none, all run eagerly.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from tqdm import tqdm
 
 from deepinfer_plugin.conflicts import graph_field
 from deepinfer_plugin.model.dspark import Draft, DSpark
+from deepinfer_plugin.model.layout import TARGET
 from deepinfer_plugin.model.memory import PagePool, StatePool
 from deepinfer_plugin.model.network import Network
+from deepinfer_plugin.model.parallel import OP_BY_OP, Exchange
 from deepinfer_plugin.model.rows import Rows
 from deepinfer_plugin.runtime import shared_noise
 from deepinfer_plugin.runtime.memory_plan import CapacityError, gib
@@ -110,6 +115,7 @@ class StepGraphs(EagerStep):
         self.writes_pages = torch.zeros(most, dtype=torch.bool, device=device)
         self.requests = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.zeros(most, dtype=torch.int64, device=device)
+        self.live = torch.zeros(1, dtype=torch.int64, device=device)  # rows that are no padding
         self.cu_rows = torch.zeros(most + 1, dtype=torch.int64, device=device)
         self.table = torch.zeros(most * widths[-1], dtype=torch.int64, device=device)
         self.counting = torch.arange(most + 1, device=device)
@@ -124,22 +130,31 @@ class StepGraphs(EagerStep):
 
     def _run(self, inputs: Rows) -> Tensor:
         # What a Rows derives from its fields must be computed by the graph, not found: a new one every time.
-        return super().__call__(dataclasses.replace(inputs))
+        exchange = self.network.parallel.captured(inputs.count, self.live)
+        return self.network(dataclasses.replace(inputs), self.pages, self.state, exchange=exchange)
 
     def width(self, count: int, pages: int) -> int:
         """As wide as a graph's, so that the table is copied as it is."""
         return self.widths[bisect_left(self.widths, pages)] if count <= self.rows[-1] else pages
 
     def __call__(self, rows: Rows) -> Tensor:
-        found = bisect_left(self.rows, rows.count)
-        requests, pages = rows.page_table.shape
-        if found == len(self.rows) or requests > rows.count or rows.image_mask is not None:
-            return super().__call__(rows)
-        count, width = self.rows[found], self.width(rows.count, pages)
+        parallel = self.network.parallel
+        forward = parallel.meet(rows.count, rows.parts, self._size(rows))
+        if forward.size in (0, OP_BY_OP):
+            return self.network(rows, self.pages, self.state, exchange=parallel.exchange(forward))
+        count, width = forward.size, self.width(rows.count, rows.page_table.shape[1])
         self._fill(self._inputs(count, width), rows)
         graph, hidden = self.captured[count, width]
         graph.replay()
+        self.network.expert_maps[TARGET].forwards += 1  # which it counted when it was captured
         return hidden[: rows.count].clone()
+
+    def _size(self, rows: Rows) -> int:
+        """Of the smallest graph for these rows, see ``Parallel.meet``."""
+        requests = rows.page_table.shape[0]
+        if rows.count > self.rows[-1] or requests > rows.count or rows.image_mask is not None:
+            return OP_BY_OP
+        return self.rows[bisect_left(self.rows, rows.count)] if rows.count else 0
 
     def _inputs(self, count: int, width: int) -> Rows:
         """The rows a graph reads, views of the buffers that all graphs share."""
@@ -163,6 +178,7 @@ class StepGraphs(EagerStep):
         inputs.cu_rows[: requests + 1].copy_(rows.cu_rows)
         inputs.page_table[:requests, :pages].copy_(rows.page_table)
         inputs.page_table[:requests, pages:].zero_()
+        self.live.fill_(rows.count)
         self._pad(inputs, rows.count, requests)
 
     def _pad(self, inputs: Rows, count: int, requests: int) -> None:
@@ -185,8 +201,13 @@ class EagerDraft:
         self.dspark, self.pages, self.state = dspark, pages, state
 
     def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor, draws: Draws | None = None) -> Draft:
+        return self.draft(anchors, positions, slots, draws)
+
+    def draft(
+        self, anchors: Tensor, positions: Tensor, slots: Tensor, draws: Draws | None, exchange: Exchange | None = None
+    ) -> Draft:
         choose = None if draws is None else partial(shared_noise.draft, draws=draws)
-        return self.dspark.draft(anchors, positions, slots, self.state, self.pages, choose)
+        return self.dspark.draft(anchors, positions, slots, self.state, self.pages, choose, exchange)
 
 
 class DraftGraphs(EagerDraft):
@@ -206,6 +227,7 @@ class DraftGraphs(EagerDraft):
         self.counts = counts
         most, device = counts[-1], state.rings.device
         self.inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # anchors, positions, slots
+        self.live = torch.zeros(1, dtype=torch.int64, device=device)  # rows that are no padding
         self.draws = Draws(*torch.zeros(2, most, dtype=torch.int64, device=device), *torch.ones(3, most, device=device))
         self.captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Draft]] = {}
         self._pad(0, most)
@@ -217,26 +239,31 @@ class DraftGraphs(EagerDraft):
             self.captured[count, drawn] = graphs.capture(partial(self._run, self.inputs[:, :count], given))
 
     def __call__(self, anchors: Tensor, positions: Tensor, slots: Tensor, draws: Draws | None = None) -> Draft:
-        count = anchors.shape[0]
-        found = bisect_left(self.counts, count)
-        if found == len(self.counts):
-            return super().__call__(anchors, positions, slots, draws)
-        padded = self.counts[found]
+        count, size = anchors.shape[0], OP_BY_OP
+        if count <= self.counts[-1]:
+            size = self.counts[bisect_left(self.counts, count)] if count else 0
+        forward = self.dspark.meet(anchors, positions, slots, size)
+        padded = forward.size
+        if padded in (0, OP_BY_OP):
+            return self.draft(anchors, positions, slots, draws, self.dspark.parallel.exchange(forward))
         for buffer, value in zip(self.inputs, (anchors, positions, slots), strict=True):
             buffer[:count].copy_(value)
         if draws is not None:
             for field in dataclasses.fields(Draws):  # whatever padding rows have drawn before is as good as anything
                 getattr(self.draws, field.name)[:count].copy_(getattr(draws, field.name))
         self._pad(count, padded)
+        self.live.fill_(count * self.dspark.dspark.block_size)
         graph, draft = self.captured[padded, draws is not None]
         graph.replay()
+        self.dspark.places.forwards += 1  # which it counted when it was captured
         confidence = None if draft.confidence is None else draft.confidence[:count].clone()
         return Draft(draft.tokens[:count].clone(), None, confidence)
 
     def _run(self, inputs: Tensor, draws: Draws | None) -> Draft:
         # Logits of a vocabulary for every draft, which nobody reads, would stay in the pool for ever.
         anchors, positions, slots = inputs
-        return dataclasses.replace(super().__call__(anchors, positions, slots, draws), base_logits=None)
+        exchange = self.dspark.parallel.captured(anchors.shape[0] * self.dspark.dspark.block_size, self.live)
+        return dataclasses.replace(self.draft(anchors, positions, slots, draws, exchange), base_logits=None)
 
     def _pad(self, count: int, padded: int) -> None:
         self.inputs[:, count:padded].zero_()
@@ -248,8 +275,7 @@ def wanted(runner: Any) -> bool:
     if torch.device(runner.device).type != "cuda":
         return False
     network = runner.model.network
-    if network.parallel.place.heads.of * network.parallel.place.experts.of > 1:
-        logger.warning("no CUDA graphs: what ranks send each other is counted on the host")
+    if not network.parallel.captures:  # said when the ranks were made
         return False
     uncapturable = [op for op, name in network.ops.choices.items() if name == "reference"]
     if network.profile.dtype == torch.float32:  # some ops of every provider are then the reference's

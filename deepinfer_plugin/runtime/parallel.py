@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import zlib
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 
 from deepinfer_plugin.kernels.ascend import dispatch
+from deepinfer_plugin.model.captured import Captured
 from deepinfer_plugin.model.config import V41Config
 from deepinfer_plugin.model.dispatched import Dispatched
 from deepinfer_plugin.model.parallel import Alone, Parallel, Ranks, Single
@@ -54,7 +57,8 @@ def parallel_of_server(settings: Settings, config: V41Config) -> Parallel:
         world,
         layout=layout_of_server(settings, config, world),
         check=settings.check_ranks,
-        exchange=exchange_of(everyone.device_group),
+        travelling=exchange_of(everyone.device_group),
+        fixed=fixed_of(world, torch.get_default_device()),
     )
 
 
@@ -68,6 +72,44 @@ def exchange_of(group: Any) -> partial[Dispatched] | None:
     name = own._get_backend(torch.device("npu")).get_hccl_comm_name(dist.get_rank())
     courier = dispatch.Dispatch(name, dist.get_rank(own), dist.get_world_size(own), dispatch.buffer_bytes())
     return partial(Dispatched, courier=courier)
+
+
+def fixed_of(world: TorchGroup, device: torch.device) -> partial[Captured] | None:
+    """What a forward that is captured sends between ranks, where they can write to each other's memory; None on GPUs
+    that cannot, which a warning says, and on other devices. All ranks call it."""
+    if device.type != "cuda":
+        return None
+    from deepinfer_plugin.kernels.cuda.peers import PeerMemory
+
+    memory, problem = None, _unreachable(world, device)
+    if problem is None:
+        try:
+            memory = PeerMemory(world.device_group, device)
+        except RuntimeError as error:
+            problem = str(error).partition("\n")[0]
+        if any(failed for (failed,) in world.host_gather([problem is not None])):
+            problem = problem or "another rank failed to map it"
+    if problem is not None:
+        logger.warning("no CUDA graphs, steps run op by op: ranks cannot write to each other's memory: %s", problem)
+        return None
+    return partial(Captured, peers=memory)
+
+
+def _unreachable(world: TorchGroup, device: torch.device) -> str | None:
+    """Why ranks cannot map each other's memory, as far as that can be asked before it is tried; alike on all ranks."""
+    visible = {_name(index): index for index in range(torch.cuda.device_count())}
+    everybody = world.host_gather([zlib.crc32(platform.node().encode()), _name(device)])
+    own = visible[_name(device)]
+    others = [visible[name] for _, name in everybody if name in visible and visible[name] != own]
+    refused = not all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    if any(refusal for (refusal,) in world.host_gather([refused])):
+        return "there is no peer access between their GPUs"
+    return "they are on several hosts" if len({host for host, _ in everybody}) > 1 else None
+
+
+def _name(device: torch.device | int) -> int:
+    """A number that tells a GPU from others, in whatever order a process sees them."""
+    return zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode())
 
 
 def _watch(world: TorchGroup, patience_s: int) -> Watchdog:

@@ -82,15 +82,15 @@ class DeepInferForCausalLM(nn.Module):
         if self.balancer is not None:  # not before: while the server starts, forwards are of made-up rows
             self.balancer.start()
         backend: Any = get_attn_backend()
-        rows, pool = backend.forward_metadata, backend.token_to_kv_pool
+        rows = backend.forward_metadata
         if rows is None:
             if self.parallel.groups > 1:  # others may have rows for the experts that lie here
-                self.network(Rows.none(input_ids.device), pool.pages, pool.state)
+                backend.step(Rows.none(input_ids.device))
             return LogitsProcessorOutput(
                 next_token_logits=torch.empty(0, self.network.config.vocab_size, device=input_ids.device)
             )
         if self.debug:
-            check_window(rows, pool.state, self.network.config.window)
+            check_window(rows, backend.token_to_kv_pool.state, self.network.config.window)
         hidden = backend.step(rows)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 

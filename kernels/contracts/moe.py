@@ -53,7 +53,7 @@ class MoeOps(OpTable):
         rank gets as few rows as can be. All ranks call it with the same and get the same, in whole numbers.
 
         Args:
-            ids: int64 [T, k] experts, of the rows of all ranks.
+            ids: int64 [T, k] experts, of the rows of all ranks; -1 for none.
             home: int64 [E]: the slot of an expert that has one, or -1 - n for the expert in row n of ``slots``.
             shared: int32 [K]: the expert in each row of ``slots``; -1 for rows that stand for none, which come last.
             slots: int32 [K, R]: its slot on each of at most 128 ranks, or -1.
@@ -65,7 +65,7 @@ class MoeOps(OpTable):
         reference says, to the last row. Those of an expert that go to a rank follow each other among its rows.
 
         Returns:
-            slots int64 [T, k] and counts int64 [E], the rows of each expert.
+            slots int64 [T, k], -1 for none, and counts int64 [E], the rows of each expert.
         """
         op = "assign_slots"
         check(op, "ids", ids, (None, None), I64)

@@ -27,29 +27,31 @@ def assign_slots(
     ids: Tensor, home: Tensor, shared: Tensor, slots: Tensor, per_rank: int, rounds: int
 ) -> tuple[Tensor, Tensor]:
     flat = ids.flatten()
+    some = (flat >= 0).to(torch.int64)
     counts = torch.zeros(home.shape[0], dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts.scatter_add_(0, flat.clamp(min=0), some)
     single = home >= 0
     fixed = torch.zeros(slots.shape[1], dtype=torch.int64, device=ids.device)
     fixed.scatter_add_(0, torch.where(single, home // per_rank, 0), torch.where(single, counts, 0))
     rows = torch.where(shared >= 0, counts[shared.clamp(min=0)], 0)
-    ends = _divide(rows, slots >= 0, fixed, flat.shape[0], rounds)
+    ends = _divide(rows, slots >= 0, fixed, rounds)
     # The n-th row of an expert goes to the first rank whose rows, with those of the ranks before it, cover n.
     order = flat.argsort(stable=True)
-    begins = counts.cumsum(0) - counts
+    begins = counts.cumsum(0) - counts + (1 - some).sum()  # those of no expert come first
     nth = torch.empty_like(flat)
     nth[order] = torch.arange(flat.shape[0], device=flat.device) - begins[flat[order]]
     at = home[flat]
     row = (-1 - at).clamp(min=0)
     rank = (nth[:, None] >= ends[row]).sum(1).clamp(max=slots.shape[1] - 1)
-    return torch.where(at >= 0, at, slots[row, rank]).view(ids.shape), counts
+    at = torch.where(at >= 0, at, slots[row, rank])
+    return torch.where(flat >= 0, at, -1).view(ids.shape), counts
 
 
-def _divide(rows: Tensor, there: Tensor, fixed: Tensor, total: int, rounds: int) -> Tensor:
+def _divide(rows: Tensor, there: Tensor, fixed: Tensor, rounds: int) -> Tensor:
     """int64 [K, R] rows of each expert that a rank and those before it take. rows: int64 [K]; there: bool [K, R] where
-    they may go; fixed: int64 [R] rows that cannot move; total: of both."""
-    ranks = fixed.shape[0]
-    mean = _log2(torch.full((1,), (total << POINT) // ranks, device=rows.device))
+    they may go; fixed: int64 [R] rows that cannot move."""
+    ranks, total = fixed.shape[0], fixed.sum() + rows.sum()
+    mean = _log2(((total << POINT) // ranks)[None])
     step = (STEP * total // rows.sum().clamp(min=1)).clamp(max=FASTEST)
     weight = best = torch.full_like(fixed, EVEN)
     velocity = torch.zeros_like(fixed)

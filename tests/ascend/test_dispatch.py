@@ -68,8 +68,8 @@ def routed(ops, weights, counts, busy=False, dtype=torch.bfloat16, placement=ONC
         exchange.COMMUNICATORS["experts"] = meeting
         own = Alone() if size == 1 else ThreadGroup(groups[rank // size], rank % size)
         courier = dispatch.Dispatch("experts", rank, WORLD, BUFFER)
-        ranks = Ranks(own, ThreadGroup(meeting, rank), exchange=partial(Dispatched, courier=courier))
-        travelling = ranks.exchange(ranks, counts)
+        ranks = Ranks(own, ThreadGroup(meeting, rank), travelling=partial(Dispatched, courier=courier))
+        travelling = ranks.travelling(ranks, counts)
         x, w, ids = given[rank // size]
         part = Part(ops, weights, rank, placement)
         got = travelling.routed(part, x, w, ids)

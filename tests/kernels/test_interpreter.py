@@ -18,10 +18,19 @@ CHOSEN = (
 )
 
 
-def test_contract_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", str(CONTRACT), "-q", "-x", "-p", "no:cacheprovider", "-k", CHOSEN]
+def interpreted(file: Path, *options: str) -> int:
+    """How many tests of a file pass."""
+    command = [sys.executable, "-m", "pytest", str(file), "-q", "-x", "-p", "no:cacheprovider", *options]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-    passed = int(re.search(r"(\d+) passed", ran.stdout)[1])
+    return int(re.search(r"(\d+) passed", ran.stdout)[1])
+
+
+def test_contract_in_the_interpreter():
+    passed = interpreted(CONTRACT, "-k", CHOSEN)
     assert passed > 300, f"only {passed} tests ran: the provider was not offered"
+
+
+def test_peers_in_the_interpreter():
+    assert interpreted(CONTRACT.with_name("test_peers.py")) == 20

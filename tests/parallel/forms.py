@@ -148,10 +148,12 @@ def diverge(rank: int) -> list[str]:
     for groups, tokens, skipped in ((1, [5, 6 + rank], 0), (1, [5] * (1 + rank), 0), (2, [5], rank)):
         ranks = Ranks(TorchGroup() if groups == 1 else Alone(), TorchGroup(), check=True)
         table = torch.zeros(1, 1, dtype=torch.int64)
-        ranks.begin(Rows.build(torch.tensor([5, 6]), [0], [2], [1], table))
+        rows = Rows.build(torch.tensor([5, 6]), [0], [2], [1], table)
+        ranks.meet(rows.count, rows.parts)
         ranks.step += skipped
+        rows = Rows.build(torch.tensor(tokens), [0], [len(tokens)], [1], table)
         try:
-            ranks.begin(Rows.build(torch.tensor(tokens), [0], [len(tokens)], [1], table))
+            ranks.meet(rows.count, rows.parts)
         except RankDivergence as error:
             told.append(str(error))
     return told

@@ -151,13 +151,12 @@ def test_a_short_server_is_measured_within_its_tables(model, tmp_path):
     assert curve.padded and curve.rows == (1, 6, 12) and curve.row_context is not None
 
 
-def runner(device="cuda", profile=torch.bfloat16, ops="cuda", ranks=1, **given):
+def runner(device="cuda", profile=torch.bfloat16, ops="cuda", peers=True, **given):
     flags = {"disable_cuda_graph": False, "disable_decode_cuda_graph": False, "cuda_graph_backend_decode": None}
-    place = SimpleNamespace(heads=SimpleNamespace(of=1), experts=SimpleNamespace(of=ranks))
     network = SimpleNamespace(
         ops=SimpleNamespace(choices={"linear": "cuda", "moe_experts": ops}),
         profile=SimpleNamespace(dtype=profile),
-        parallel=SimpleNamespace(place=place),
+        parallel=SimpleNamespace(captures=peers),
     )
     server_args = SimpleNamespace(**flags | {"cuda_graph_config": None} | given)
     return SimpleNamespace(device=device, model=SimpleNamespace(network=network), server_args=server_args)
@@ -170,7 +169,7 @@ def runner(device="cuda", profile=torch.bfloat16, ops="cuda", ranks=1, **given):
         ({"device": "cpu"}, False),
         ({"profile": torch.float32}, False),
         ({"ops": "reference"}, False),
-        ({"ranks": 2}, False),
+        ({"peers": False}, False),
         ({"disable_cuda_graph": True}, False),
         ({"disable_decode_cuda_graph": True}, False),
         ({"cuda_graph_backend_decode": "disabled"}, False),
