@@ -207,7 +207,6 @@ class Case:
     bytes: int
     best_solve_s: float
     solve_s: float
-    split_ms: float  # one step, all layers, on this CPU
 
     @property
     def excess_reduction(self) -> float:
@@ -300,12 +299,6 @@ def measure(trace: str, counts: Counts, ranks: int, spare: int) -> Case:
     solve_s = time.process_time() - start
     even_old = policy.place(first, physical, ranks, even_split=True)
     even = policy.place(second, physical, ranks, current=even_old, even_split=True)
-    split = Split.of(new, counts.shape[2], ranks)
-    one = torch.from_numpy(third[0][:, None].copy())
-    start = time.process_time()
-    for _ in range(5):
-        split.shares(split.balance(one))
-    split_ms = (time.process_time() - start) / 5 * 1e3
     own = peaks(third, new, ranks, "own")
     scipy = importlib.util.find_spec("scipy") is not None
     return Case(
@@ -329,7 +322,6 @@ def measure(trace: str, counts: Counts, ranks: int, spare: int) -> Case:
         moved_bytes(new, old, ranks),
         theirs[best][3],
         solve_s,
-        split_ms,
     )
 
 
@@ -341,7 +333,6 @@ def worst(cases: list[Case]) -> dict[str, float]:
         "excess_over_bound": max(case.excess_over_bound for case in spare),
         "bytes_ratio_vs_best": max(case.bytes_ratio for case in spare),
         "solve_s": max(case.solve_s for case in cases),
-        "split_ms": max(case.split_ms for case in cases),
         "for_even_vs_best": max(case.for_even / case.published[case.best] for case in cases),
         "no_redundancy_vs_best": max(case.ours / case.published[case.best] for case in none),
         "no_redundancy_vs_current": max(case.ours / case.current for case in none),
@@ -369,11 +360,7 @@ def main() -> None:
         print("scipy is not installed: no bound, no published + LP")
     theirs = ("DeepInfer", "deepseek", "ds_vec", "best+LP")
     names = (*theirs, "for even", "served", "even", "ours", "earlier", "op", "bound")
-    print(
-        f"{'trace':>8} ranks spare | "
-        + " ".join(f"{name:>9}" for name in names)
-        + " | excess bytes |  GB    s split ms"
-    )
+    print(f"{'trace':>8} ranks spare | " + " ".join(f"{name:>9}" for name in names) + " | excess bytes |  GB    s")
     found = []
     for case in cases(arguments.quick):
         found.append(case)
@@ -383,7 +370,7 @@ def main() -> None:
             f"{case.trace:>8} {case.ranks:>5} {case.redundant:>5} | "
             + " ".join(f"{value:>9.3f}" if value else f"{'-':>9}" for value in columns)
             + f" | {-case.excess_reduction:>+6.0%} {case.bytes_ratio:>5.2f}"
-            + f" | {case.bytes / 1e9:>3.0f} {case.solve_s:>4.2f} {case.split_ms:>8.1f}",
+            + f" | {case.bytes / 1e9:>3.0f} {case.solve_s:>4.2f}",
             flush=True,
         )
     figures = worst(found)

@@ -88,8 +88,8 @@ class ExpertMap:
 
 
 def rounds(ops: Ops) -> int:
-    """Of ``Ops.assign_slots``: 16, or none where they are plain operations, which would take longer than they save."""
-    return 0 if ops.choices["assign_slots"] == "ascend" else 16
+    """Of ``Ops.assign_slots``: none where they are plain operations, which would take longer than they save."""
+    return 0 if ops.choices["assign_slots"] == "ascend" else 8
 
 
 def _copy(into: Tensor, values: NDArray[np.generic]) -> None:

@@ -77,6 +77,10 @@ def test_longer_contexts_need_more(deepinfer, compiled, tiny):
 def test_replicas_are_experts_of_a_rank(deepinfer, compiled):
     assert deepinfer("build", "--ranks", "8", "--redundant", "10", *SMALL)[0] == 0
     assert {(d["EXPERTS"], d["TOPK"]) for d in defines(compiled, "experts.cu")} == {(50, 1), (18, 1)}
+    assert {(d["EXPERTS"], d["SHARED"], d["RANKS"]) for d in defines(compiled, "split.cu")} == {
+        (384, 16, 8),
+        (128, 16, 8),
+    }
 
 
 def test_a_checkpoint(deepinfer, tiny, compiled):

@@ -136,7 +136,7 @@ def _parallel(config: V41Config, ranks: int, redundant: int) -> Any:
 
     class Pairs(Here):
         def routed(self, experts: ExpertSum, x: Any, weights: Any, ids: Any) -> Any:
-            return experts(x, weights[:, :1], ids[:, :1])
+            return experts(x, weights[:, :1], experts.assign(ids)[:, :1])
 
     class Nobody:
         rank, size = 0, ranks

@@ -6,8 +6,8 @@ Two decisions keep that rank near the mean:
 
 * **placement** (``place``, numpy on the host, rarely): which logical expert each physical one is. It is made from a
   window of past steps and costs bytes to change.
-* **split** (``Split``, torch on the device, every step): the shares, from that step's tokens or the previous step's.
-  It costs nothing to change, so it absorbs whatever the window did not foresee.
+* **split** (every step, on the device): the shares, from that step's tokens. It costs nothing to change, so it absorbs
+  whatever the window did not foresee. ``Ops.assign_slots`` serves; ``Split`` foresees it, for many steps at once.
 
 The second changes what is good for the first. An expert with replicas on two ranks is a pipe between them: load that
 one rank has too much flows to the other one. All ranks can be brought to the same load only if the pipes connect them
@@ -255,13 +255,11 @@ def _keep_slots(placement: NDArray[np.int64], current: NDArray[np.integer], rank
 
 @dataclass(frozen=True)
 class Split:
-    """What splitting needs to know of a placement, on the device that splits.
+    """What splitting needs to know of a placement.
 
     Every rank has a weight, and an expert's tokens go to its replicas in proportion to the weights of their ranks. All
     weights equal is the even split; a rank above the mean lowers its weight, one below raises it. At rest, two ranks
-    that share an expert have equal loads, or the busier one takes none of it: the optimum of the linear program. The
-    number of iterations and all shapes are fixed and nothing is read back: a captured graph survives a rebalance if the
-    new tensors are copied into the old ones.
+    that share an expert have equal loads, or the busier one takes none of it: the optimum of the linear program.
 
     Counts are tokens, weights natural logarithms. S is any number of steps, each of which is split by itself.
     """
@@ -271,20 +269,17 @@ class Split:
     movable: Tensor  # float32 [layers, 1, K] 1 for an expert with replicas, 0 for padding
     single: Tensor  # float32 [layers, 1, physical] 1 for the only physical expert of a logical one
     links: Tensor  # float32 [layers, K, ranks] replicas of each on each rank
-    row: Tensor  # int64 [layers, physical] where in K its expert is; 0 for a single one
 
     @classmethod
-    def of(cls, placement: NDArray[np.integer], experts: int, ranks: int, device: str = "cpu") -> Split:
+    def of(cls, placement: NDArray[np.integer], experts: int, ranks: int) -> Split:
         """placement: int [layers, physical]; experts: number of logical ones."""
         placement = np.asarray(placement, dtype=np.int64)
         holds = _holds(placement, experts, ranks)
         replicas = holds.sum(axis=2)
-        # No more experts than there are spare places can have replicas: shapes outlive a placement.
+        # No more experts than there are spare places can have replicas.
         size = max(1, min(placement.shape[1] - experts, experts))
         rows = np.argsort(replicas == 1, axis=1, kind="stable")[:, :size]
         every = np.arange(len(placement))[:, None]
-        where = np.zeros_like(replicas)
-        where[every, rows] = np.arange(size)
         single = replicas[every, placement] == 1
         host = (
             placement,
@@ -292,9 +287,8 @@ class Split:
             (replicas[every, rows] > 1)[:, None].astype(np.float32),
             single[:, None].astype(np.float32),
             holds[every, rows].astype(np.float32),
-            np.where(single, 0, where[every, placement]),
         )
-        return cls(*(torch.from_numpy(array).to(device) for array in host))
+        return cls(*map(torch.from_numpy, host))
 
     def balance(self, counts: Tensor, iterations: int = ITERATIONS) -> Tensor:
         """Weights float32 [layers, S, ranks] for counts [layers, S, experts]: those of the lowest busiest rank met on
@@ -322,13 +316,6 @@ class Split:
         """float32 [layers, S, ranks] tokens of each rank. weights: None is the even split."""
         base, tokens = self._parts(counts)
         return self._spread(base, tokens, torch.zeros_like(base) if weights is None else weights)
-
-    def shares(self, weights: Tensor) -> Tensor:
-        """float32 [layers, S, physical]: of its logical expert's tokens, the share each physical expert takes."""
-        weights = weights.exp()
-        steps, slots = weights.shape[1], self.placement.shape[1] // weights.shape[2]
-        total = (weights @ self.links.mT).gather(2, self.row[:, None].expand(-1, steps, -1))
-        return torch.where(self.single > 0, 1.0, weights.repeat_interleave(slots, dim=2) / total)
 
     def _parts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """[layers, S, ranks] tokens that cannot move, [layers, S, K] those of the experts that can."""

@@ -58,7 +58,7 @@ class MoeOps(OpTable):
             shared: int32 [K]: the expert in each row of ``slots``; -1 for rows that stand for none, which come last.
             slots: int32 [K, R]: its slot on each of at most 128 ranks, or -1.
             per_rank: slots of a rank: slot s is one of rank s // per_rank.
-            rounds: how many divisions are looked at, each nearer to the least that the busiest rank could have; 16 come
+            rounds: how many divisions are looked at, each nearer to the least that the busiest rank could have; 8 come
                 close (docs/eplb.md). 0: an expert's ranks share its rows evenly.
 
         The busiest rank has at most as many rows as by the even division, rounded. Which division is found is what the

@@ -77,7 +77,7 @@ def _interpreted() -> bool:
 
 
 def _triton() -> dict[str, Callable[..., Any]]:
-    from . import attention, draft, engram, gate, linear, memory, norm_rope, split, streams
+    from . import attention, draft, engram, gate, linear, memory, norm_rope, streams
 
     return _by_name(
         linear.prepare_linear,
@@ -100,7 +100,6 @@ def _triton() -> dict[str, Callable[..., Any]]:
         memory.ngram_write,
         attention.sparse_attention,
         gate.moe_gate,
-        split.assign_slots,
         gate.swiglu,
         engram.engram_hash,
         engram.engram_gather,
@@ -111,7 +110,7 @@ def _triton() -> dict[str, Callable[..., Any]]:
 
 
 def _cpp() -> dict[str, Callable[..., Any]]:
-    from . import experts, fp8_linear, index, site
+    from . import experts, fp8_linear, index, site, split
 
     return _by_name(
         fp8_linear.prepare_linear,
@@ -121,6 +120,7 @@ def _cpp() -> dict[str, Callable[..., Any]]:
         index.index_scores,
         index.candidate_blocks,
         index.top_groups,
+        split.assign_slots,
         experts.prepare_experts,
         experts.replace_expert,
         experts.read_expert,

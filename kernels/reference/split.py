@@ -55,18 +55,16 @@ def _divide(rows: Tensor, there: Tensor, fixed: Tensor, rounds: int) -> Tensor:
     step = (STEP * total // rows.sum().clamp(min=1)).clamp(max=FASTEST)
     weight = best = torch.full_like(fixed, EVEN)
     velocity = torch.zeros_like(fixed)
-    lowest = torch.full_like(mean, 2**62)
+    lowest = torch.full((1,), torch.inf, device=rows.device)
     for turn in range(rounds):
         power = _exp2(weight)
         load = (fixed << POINT) + power * (there * _part(rows, there, power)[:, None]).sum(0)
-        peak = load.max()
+        peak = load.to(torch.float32).max()
         best, lowest = torch.where(peak < lowest, weight, best), torch.minimum(peak, lowest)
         momentum = min(MOMENTUM, 256 * turn // (turn + 3))
         velocity = (velocity * momentum >> 8) - ((_log2(load) - mean).clamp(-FAR, FAR) * step >> 4)
-        weight = weight + velocity
         # What no weight can mend drives weights apart for ever; only their differences mean something.
-        middle = torch.div(weight.sum(), ranks, rounding_mode="trunc")
-        weight = (weight - middle + EVEN).clamp(0, HIGHEST)
+        weight = (weight + velocity + EVEN - weight.sum() // ranks).clamp(0, HIGHEST)
     even, found = (_ends(rows, there, _exp2(each)) for each in (torch.full_like(fixed, EVEN), best))
     # In whole rows, the even division may be the better one.
     peaks = [(fixed + ends.diff(dim=1, prepend=torch.zeros_like(rows)[:, None]).sum(0)).max() for ends in (even, found)]

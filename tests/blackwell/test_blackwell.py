@@ -13,7 +13,7 @@ import torch
 
 from deepinfer_plugin.kernels import blackwell
 from deepinfer_plugin.kernels.blackwell import libraries
-from deepinfer_plugin.kernels.cuda import index, jit
+from deepinfer_plugin.kernels.cuda import index, jit, split
 
 from . import documented
 
@@ -62,17 +62,18 @@ def test_a_library_that_fails_in_its_own_way_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
-def test_the_selection_compiles_there(arch):
+def test_selection_and_slots_compile_there(arch):
     source = index.select_kernel(wide=False, block=8, held=1, vector=True, arch=arch).source
-    code, _ = jit.compile_source(source)
-    assert code[:4] == b"\x7fELF"
+    for each in (source, split.kernel(384, 32, 8, arch).source):
+        code, _ = jit.compile_source(each)
+        assert code[:4] == b"\x7fELF"
     assert jit._cache_path(source) != jit._cache_path(
         index.select_kernel(wide=False, block=8, held=1, vector=True).source
     )
 
 
 def test_what_it_takes_from_the_cuda_provider_is_not_for_hopper_alone():
-    """Kernels in CUDA C++ are for one GPU, but for the selection, which is compiled for both."""
+    """Kernels in CUDA C++ are for one GPU, but for the selection and the division of rows, compiled for both."""
     taken = [sys.modules[function.__module__] for function in blackwell.ops(torch.device("cpu")).values()]
     ours = {module for module in taken if ".kernels.cuda." in module.__name__}
-    assert {module for module in ours if '.cu"' in Path(module.__file__).read_text()} == {index}
+    assert {module for module in ours if '.cu"' in Path(module.__file__).read_text()} == {index, split}

@@ -187,23 +187,16 @@ def test_what_does_not_fit_is_refused(arguments, message):
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_shares_are_complete_and_never_worse_than_even_ones(problem):
+def test_nothing_is_lost_and_no_step_worse_than_by_even_shares(problem):
     counts, physical, ranks, nodes, current = problem
     placement = place(counts, physical, ranks, nodes) if current is None else current
     split = Split.of(placement, counts.shape[2], ranks)
     tokens = torch.from_numpy(counts.transpose(1, 0, 2).copy())
     weights = split.balance(tokens)
-    shares = split.shares(weights)
-    assert shares.shape == (counts.shape[1], len(counts), physical) and shares.dtype == torch.float32
-    assert (shares >= 0).all()
-    where = torch.from_numpy(placement)[:, None].expand(shares.shape)
-    total = torch.zeros(tokens.shape).scatter_add(2, where, shares)
-    torch.testing.assert_close(total, torch.ones_like(total))
-
-    taken = (shares * tokens.gather(2, where)).view(*shares.shape[:2], ranks, -1).sum(3)
-    torch.testing.assert_close(split.loads(tokens, weights), taken, rtol=1e-4, atol=1e-2)
-    even = split.loads(tokens)
-    torch.testing.assert_close(even.sum(2), tokens.sum(2).float())
+    taken, even = split.loads(tokens, weights), split.loads(tokens)
+    for loads_ in (taken, even):
+        assert (loads_ >= 0).all()
+        torch.testing.assert_close(loads_.sum(2), tokens.sum(2).float(), rtol=1e-4, atol=1e-2)
     assert (taken.amax(2) <= even.amax(2) * (1 + 1e-5) + 1e-3).all()
     assert torch.equal(weights, split.balance(tokens)), "the same again"
 
@@ -240,17 +233,6 @@ def test_it_balances_what_even_shares_do_not():
     mean = counts[15:].sum(axis=2).T / 16
     balanced, even = (loads(counts[15:], placement, 16, how).max(axis=2) / mean for how in (True, False))
     assert balanced.mean() - 1 < 0.25 * (even.mean() - 1)
-
-
-def test_a_split_is_ready_for_a_graph():
-    """Fixed shapes and nothing read back: fake tensors have no values to read."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        split = Split.of(np.array([[0, 1, 1, 2]]), 3, 2)
-        fake = Split(*(mode.from_tensor(tensor) for tensor in vars(split).values()))
-        tokens = torch.empty(1, 1, 3)
-        assert fake.shares(fake.balance(tokens)).shape == (1, 1, 4)
 
 
 # ---- the bound -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from deepinfer_plugin.kernels import cuda as provider
 from deepinfer_plugin.kernels.cuda import attention_cpp
 from deepinfer_plugin.kernels.reference import formats
 from deepinfer_plugin.model import V41
+from deepinfer_plugin.model.expert_map import ExpertMap
 
 from ..kernels.cases import Random
 from ..kernels.test_contract import assert_close
@@ -259,6 +261,40 @@ def test_a_captured_step_replays(tables):
     graph.replay()
     for replayed, eager in zip(out, step(), strict=True):
         assert torch.equal(replayed, eager)
+
+
+@pytest.mark.parametrize(("ranks", "spare"), [(8, 32), (64, 64), (128, 128)])
+@pytest.mark.parametrize("rows", [1, 300, 2731, 9000])
+def test_slots_of_any_number_of_rows_and_in_a_graph(tables, ranks, spare, rows):
+    """Every third expert lies on a further rank; of 9000 rows not all pairs fit registers. Some rows have no expert."""
+    ours, reference = tables
+    experts, per_rank = 384, (384 + spare) // ranks
+    random = np.random.default_rng(rows)
+    placed = random.permutation(np.concatenate((np.arange(experts), np.arange(spare) * 3 % experts)))
+    while any(len(set(rank)) < per_rank for rank in placed.reshape(ranks, -1).tolist()):
+        a, b = random.integers(0, len(placed), 2)
+        placed[[a, b]] = placed[[b, a]]
+    places = ExpertMap(placed[None], experts, ranks)
+    tables_ = places.home[0, :-1].cuda(), places.shared[0].cuda(), places.replicas[0].cuda(), per_rank
+    wanted = (torch.arange(experts, device="cuda") + 1.0).log() * 0.7
+
+    def routed() -> Tensor:
+        ids = (torch.rand(rows, experts, device="cuda").log().neg().log() + wanted).topk(6, largest=False).indices
+        return ids.masked_fill(torch.rand(rows, 1, device="cuda") < 0.1, -1)
+
+    ids = routed()
+    for rounds in (0, 12):
+        for found, right in zip(
+            ours.assign_slots(ids, *tables_, rounds), reference.assign_slots(ids, *tables_, rounds), strict=True
+        ):
+            assert torch.equal(found, right)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ours.assign_slots(ids, *tables_, 12)
+    ids.copy_(routed())
+    graph.replay()
+    for found, right in zip(out, reference.assign_slots(ids, *tables_, 12), strict=True):
+        assert torch.equal(found, right)
 
 
 # ---- attention at the released width ---------------------------------------------------------------------------------

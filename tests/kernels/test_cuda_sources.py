@@ -17,7 +17,17 @@ from torch import Tensor
 
 from deepinfer_plugin.kernels import cuda as provider
 from deepinfer_plugin.kernels import providers
-from deepinfer_plugin.kernels.cuda import attention_cpp, experts, experts_fp8, fp8_linear, index, jit, linear, site
+from deepinfer_plugin.kernels.cuda import (
+    attention_cpp,
+    experts,
+    experts_fp8,
+    fp8_linear,
+    index,
+    jit,
+    linear,
+    site,
+    split,
+)
 from deepinfer_plugin.kernels.reference import formats
 
 SHAPES = [
@@ -47,6 +57,8 @@ SHAPES += [
     ("attention", attention_cpp.KERNEL),
     ("linear, few rows", fp8_linear.kernels(8, False).product),
     ("linear, decode", fp8_linear.kernels(256, False).product),
+    ("slots, eight ranks", split.kernel(384, 32, 8)),
+    ("slots, many ranks", split.kernel(384, 128, 128)),
     ("linear, prefill", fp8_linear.kernels(fp8_linear.LOOPS_WIDTH, True).product),
 ]
 SHAPES += [
@@ -74,6 +86,8 @@ def test_compiles_for_hopper(name, kernel):
     dynamic = macros.get("SHARED_BYTES", 0)
     if token := TOKEN_BYTES.get(kernel.source.file, 0):
         dynamic = macros["STAGES"] * (macros["WARPGROUPS"] * 4352 + macros["NMAX"] * token)
+    elif kernel.source.file == "split.cu":
+        dynamic = split.shared_bytes(macros["EXPERTS"])
     elif kernel.source.file == "fp8_linear.cu":
         dynamic = fp8_linear.kernels(macros["WIDTH"], bool(macros["LOOPS"])).shared
     assert max(static, default=0) + dynamic <= jit.SHARED_BYTES, "what a block of Hopper has"

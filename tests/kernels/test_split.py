@@ -22,9 +22,9 @@ def ask(ops, placed, experts, ranks, ids, rounds=16):
     shared, replicas = places.shared[0], places.replicas[0]
     if not shared.shape[0]:
         shared, replicas = (torch.full(shape, -1, dtype=torch.int32) for shape in ((1,), (1, ranks)))
-    slots, counts = ops.assign_slots(ids, places.home[0], shared, replicas, places.slots, rounds)
+    slots, counts = ops.assign_slots(ids, places.home[0, :-1], shared, replicas, places.slots, rounds)
     assert slots.shape == ids.shape and slots.dtype == counts.dtype == torch.int64
-    return slots, counts, torch.bincount(slots.flatten() // places.slots, minlength=ranks)
+    return slots, counts, torch.bincount(slots[slots >= 0] // places.slots, minlength=ranks)
 
 
 def routed(random, experts, rows, choices, skew):
@@ -66,6 +66,22 @@ def test_rows_of_a_rank_follow_each_other_and_only_counts_decide_how_many(ops, s
         assert (of.diff() >= 0).all()
     shuffled_rows = torch.from_numpy(random.permutation(rows))
     assert torch.equal(ask(ops, placed, experts, ranks, ids[shuffled_rows])[2], loads)
+
+
+@MANY
+@given(sizes(), st.integers(0, 40), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_choices_of_no_expert_have_no_slot_and_change_no_other(ops, size, rows, none, seed):
+    _, experts, physical, ranks = size
+    random = np.random.default_rng(seed)
+    (placed,) = shuffled(random, 1, experts, physical, ranks)
+    ids = routed(random, experts, rows, min(2, experts), 1.0).flatten()
+    slots, counts, _ = ask(ops, placed, experts, ranks, ids[:, None])
+    among = torch.full((len(ids) + none,), -1, dtype=torch.int64)
+    at = torch.from_numpy(np.sort(random.permutation(len(among))[: len(ids)]))
+    among[at] = ids
+    found, again, _ = ask(ops, placed, experts, ranks, among[:, None])
+    assert torch.equal(found[at], slots) and torch.equal(again, counts)
+    assert (found.flatten()[among < 0] == -1).all()
 
 
 def test_loads_flow_over_several_ranks(ops):
