@@ -2,7 +2,7 @@
 // dequantised to bf16 in registers, exactly too. Sums are float32. How it works: experts.cuh. One more macro: NAN_SCALES
 // (some weight scale is NaN).
 
-constexpr int TOKEN = 2, SCALED = 0;
+constexpr int TOKEN = 2, SCALED = 0, EACH = 1;
 #define MULTIPLY(N) wgmma_n##N
 #include "experts.cuh"
 
@@ -42,7 +42,8 @@ __device__ __forceinline__ void dequantise(u32 word, u32 scales, int block, int 
 // A block per group of eight positions and 1,024 channels: the FP8/32 round trip of their tokens, in bf16.
 constexpr int GATHER_PARTS = (HIDDEN_TILES + 7) / 8;  // of a group, a block each
 extern "C" __global__ void __launch_bounds__(256) gather(
-    const u16* x, const int* begins, const int* counts, const int* order, const int* experts, u16* out) {
+    const u16* __restrict__ x, const int* __restrict__ begins, const int* __restrict__ counts,
+    const int* __restrict__ order, const int* __restrict__ experts, u16* __restrict__ out) {
     const int lane = threadIdx.x % 32;
     wait_for_previous();
     launch_dependents();
@@ -52,13 +53,17 @@ extern "C" __global__ void __launch_bounds__(256) gather(
         const u16* row = x + (i64)(max(pair, 0) / TOPK) * HIDDEN;
         const int expert = experts[group];
         const Run run(begins[expert], counts[expert]);
+        uint4 raws[4];
+        #pragma unroll
+        for (int step = 0; step < 4; step++) {
+            const int eight = unit % GATHER_PARTS * 128 + step * 32 + threadIdx.x / 8;
+            raws[step] = pair >= 0 && 8 * eight < HIDDEN ? *(const uint4*)(row + 8 * eight) : make_uint4(0, 0, 0, 0);
+        }
         #pragma unroll
         for (int step = 0; step < 4; step++) {
             const int eight = unit % GATHER_PARTS * 128 + step * 32 + threadIdx.x / 8;
             if (eight >= HIDDEN_TILES * 16) break;  // all lanes of a block of 32 channels together
-            const uint4 raw =
-                pair >= 0 && 8 * eight < HIDDEN ? *(const uint4*)(row + 8 * eight) : make_uint4(0, 0, 0, 0);
-            const u32 pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+            const u32 pairs[4] = {raws[step].x, raws[step].y, raws[step].z, raws[step].w};
             u32 amax = 0, result[4];
             #pragma unroll
             for (int i = 0; i < 4; i++) amax = max_each(amax, pairs[i] & MAGNITUDES);
@@ -148,42 +153,46 @@ template <int N> __device__ __forceinline__ void finish_second(
     }
 }
 
-// Codes of the next stage are read while this one is multiplied, and an operand is made while the one before it is
-// multiplied. (Products on their way from one stage into the next would be better still; ptxas then serialises all.)
+struct Operand {  // the left one of a lane, for 64 channels
+    u32 a[2][2][4];
+
+    __device__ __forceinline__ void make(const Weights& weights, int part) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int half = 0; half < 2; half++)
+                dequantise(weights.word(half, 2 * part + i), weights.scales[half], 2 * part + i, half, a[i]);
+    }
+    template <int N> __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 b, int part) const {
+        wgmma_hold(d);
+        wgmma_fence();
+        #pragma unroll
+        for (int i = 0; i < 4; i++) Product<N>::run(d, a[i / 2][i % 2], b + (4 * part + i) * (2 * 128 / 16), 1);
+        wgmma_commit();
+    }
+};
+
+// Of two operands, one is made while the other is multiplied, on into the next stage.
 template <bool GATED, int N> __device__ __forceinline__ void consume(
     const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to, int odd) {
     constexpr int K_TILES = Shape<GATED>::K_TILES;
     const int group = threadIdx.x / 128, tile = work.block * WARPGROUPS + group;
     float d[N / 2] = {};
     Weights weights;
-    u32 stage = pipeline.wait(slot);
-    weights.load(stage + group * TILE);
+    Operand first, second;
+    weights.load(pipeline.wait(slot) + group * TILE);
+    first.make(weights, 0);
     for (int k = 0; k < K_TILES; k++) {
         const u64 b = pipeline.tokens(slot.index);
         const int current = slot.index;
-        Weights next = weights;
-        u32 a[2][2][4];
-        wgmma_hold(d);
-        #pragma unroll
-        for (int block = 0; block < 4; block++) {
-            if (block >= 2) wgmma_wait<1>();
-            #pragma unroll
-            for (int half = 0; half < 2; half++)
-                dequantise(weights.word(half, block), weights.scales[half], block, half, a[block % 2]);
-            wgmma_fence();
-            #pragma unroll
-            for (int step = 0; step < 2; step++)
-                Product<N>::run(d, a[block % 2][step], b + (2 * block + step) * (2 * 128 / 16), 1);
-            wgmma_commit();
-            if (block == 1) {
-                slot.next();
-                if (k + 1 < K_TILES) {
-                    stage = pipeline.wait(slot);
-                    next.load(stage + group * TILE);
-                }
-            }
-        }
-        weights = next;
+        first.multiply<N>(d, b, 0);
+        second.make(weights, 1);
+        second.multiply<N>(d, b, 1);
+        slot.next();
+        const bool more = k + 1 < K_TILES;
+        if (more) weights.load(pipeline.wait(slot) + group * TILE);
+        wgmma_wait<1>();
+        if (more) first.make(weights, 0);
         wgmma_wait<0>();
         wgmma_hold(d);
         pipeline.release(current);
@@ -196,7 +205,7 @@ template <bool GATED, int N> __device__ __forceinline__ void consume(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) products(
     const u8* gate_up, const float* gate_up_factors, const u8* down, const float* down_factors, const int* begins,
     const int* counts, const int* order, const float* sorted, int* drawn, int* stored, const u16* x, u16* h, u16* out,
-    float limit) {
+    i64 fewest, i64 most, float limit) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ int first_piece[EXPERTS + 1], finished_pieces[2];
     __shared__ __align__(16) u32 maxima[WARPGROUPS][NMAX / 2][4];
@@ -205,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products(
     const u32 full = shared_address(barriers);
     const Pipeline pipeline{full, full + 8 * STAGES, shared_address(memory), items};
     const Finished finished{finished_pieces};
-    start(pipeline, counts, first_piece);
+    start(pipeline, counts, first_piece, fewest, most);
     const Schedule schedule{begins, counts, first_piece};
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COPYING));

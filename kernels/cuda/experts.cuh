@@ -23,10 +23,10 @@
 // channels of a tile are one FP8 block of the result: SwiGLU, the routing weight and the FP8/32 cast happen before
 // anything is stored. The sum over K of a token has one order, whatever shares its tile.
 //
-// Macros: EXPERTS, TOPK, HIDDEN and INNER (channels), WARPGROUPS, NMAX, STEP, STAGES, FEWEST and MOST (tokens of the
-// experts that this kernel serves; others are left alone). The class defines TOKEN, the bytes of a channel of a token,
-// SCALED, whether tokens have a float32 scale for each stage: [expert][128 channels][token], and MULTIPLY, its wgmma of
-// N columns.
+// Macros: EXPERTS, TOPK, HIDDEN and INNER (channels), WARPGROUPS, NMAX, STEP, STAGES. ``fewest`` and ``most``: tokens
+// of the experts that a launch serves; others are left alone. The class defines TOKEN, the bytes of a channel of a
+// token, SCALED, whether tokens have a float32 scale for each stage: [expert][128 channels][token], EACH, the tiles of
+// a warpgroup in a piece of work, and MULTIPLY, its wgmma of N columns.
 
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 // Registers of a lane that computes and of one that copies. Together they must be what the block was given at its
@@ -34,16 +34,17 @@ constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int GIVEN = 65536 / THREADS / 8 * 8;
 constexpr int COMPUTING = WARPGROUPS == 4 ? 112 : 240, COPYING = WARPGROUPS == 4 ? 32 : 24;
 static_assert(CONSUMERS * COMPUTING + 128 * COPYING <= THREADS * GIVEN, "");
-static_assert(4 % WARPGROUPS == 0, "four tiles lie together");
+constexpr int TILES = WARPGROUPS * EACH;  // of a piece of work
+static_assert(4 % TILES == 0, "four tiles lie together");
 constexpr int HIDDEN_TILES = (HIDDEN + 127) / 128, INNER_TILES = (INNER + 127) / 128;  // of 128 channels
 template <bool GATED> struct Shape {  // of the first product, gate and up, or of the second
     static constexpr int K_TILES = GATED ? HIDDEN_TILES : INNER_TILES;
     static constexpr int ROW_TILES = GATED ? 4 * INNER_TILES : (HIDDEN + 255) / 256 * 4;  // of 64 weight rows
-    static constexpr int BLOCKS = ROW_TILES / WARPGROUPS;
+    static constexpr int BLOCKS = ROW_TILES / TILES;
 };
 constexpr int CODES = 4096, TILE = CODES + 256;
 constexpr int GROUP = 8 * 128 * TOKEN;  // bytes of eight tokens x 128 channels
-constexpr int TOKENS = WARPGROUPS * TILE, SCALES = TOKENS + NMAX / 8 * GROUP;  // where they are in a stage
+constexpr int TOKENS = TILES * TILE, SCALES = TOKENS + NMAX / 8 * GROUP;  // where they are in a stage
 constexpr int STAGE = SCALES + SCALED * NMAX * 4;
 
 using Slot = Ring<STAGES>;
@@ -87,8 +88,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 
 // One block per expert: its pairs (token, choice), in order, behind those of all lower experts. Every expert begins at
 // a multiple of eight: ``begins`` [EXPERTS + 1], ``counts`` [EXPERTS]. ``experts`` [groups]: whose a group of eight is.
-// ``progress`` [2 + groups] begins at zero: pieces that the two kernels of products have drawn; of the piece that begins
-// with a group, blocks of the first product that are stored.
+// ``progress`` [2 + groups] begins at zero: pieces that the two kernels of products have drawn; of the piece that
+// begins with a group, blocks of the first product that are stored.
 static_assert(TOPK <= 32, "combine has a lane for each");
 constexpr int ROUTE_WARPS = 32;
 extern "C" __global__ void __launch_bounds__(32 * ROUTE_WARPS) route(
@@ -106,11 +107,15 @@ extern "C" __global__ void __launch_bounds__(32 * ROUTE_WARPS) route(
     wait_for_previous();
     launch_dependents();
     int mine = 0;
-    #pragma unroll 16
-    for (int i = first + lane; i < last; i += 32) {
-        const int id = (int)ids[i];
-        mine += id == expert;
-        if (id >= 0 && id < expert) atomicAdd(&all[id], 1);
+    for (int i = first + lane; i < last; i += 32 * 16) {
+        int id[16];  // loads of all before the first is needed
+        #pragma unroll
+        for (int j = 0; j < 16; j++) id[j] = i + 32 * j < last ? (int)ids[i + 32 * j] : -1;
+        #pragma unroll
+        for (int j = 0; j < 16; j++) {
+            mine += id[j] == expert;
+            if (id[j] >= 0 && id[j] < expert) atomicAdd(&all[id[j]], 1);
+        }
     }
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) mine += __shfl_xor_sync(~0u, mine, step);
@@ -224,7 +229,8 @@ struct Pipeline {  // in shared memory: barriers of full and of empty stages, th
 };
 
 // Before anything else: barriers, and how many pieces of tokens there are before each expert.
-__device__ __forceinline__ void start(const Pipeline& pipeline, const int* counts, int* first_piece) {
+__device__ __forceinline__ void start(
+    const Pipeline& pipeline, const int* counts, int* first_piece, i64 fewest, i64 most) {
     if (threadIdx.x >= 32 && threadIdx.x < 32 + STAGES) {
         barrier_init(pipeline.full + 8 * (threadIdx.x - 32), 1);
         barrier_init(pipeline.empty + 8 * (threadIdx.x - 32), CONSUMERS / 32);
@@ -237,7 +243,7 @@ __device__ __forceinline__ void start(const Pipeline& pipeline, const int* count
         for (int base = 0; base < EXPERTS; base += 32) {
             const int expert = base + threadIdx.x;
             const int count = expert < EXPERTS ? counts[expert] : 0;
-            int mine = count >= FEWEST && count <= MOST ? (count + NMAX - 1) / NMAX : 0;
+            int mine = count >= fewest && count <= most ? (count + NMAX - 1) / NMAX : 0;
             const int own = mine;
             #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -260,25 +266,37 @@ __device__ __forceinline__ void wait_for_first(const int* stored) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Weights are read once; they are not to drive the tokens, which are read often, from the second-level cache.
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bulk_copy_once(u32 to, const void* from, int bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;" :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
 template <bool GATED> struct Operands {
     const u8 *weights, *tokens;
     const float* scales;  // of the tokens
 
     __device__ __forceinline__ void copy(const Pipeline& pipeline, Slot& slot, int turn, const Item& work) const {
         constexpr int K_TILES = Shape<GATED>::K_TILES;
-        const int tile = work.block * WARPGROUPS, groups = (work.count + 7) / 8;
+        const int tile = work.block * TILES, groups = (work.count + 7) / 8;
         const i64 row = (i64)work.expert * Shape<GATED>::ROW_TILES + tile / 4 * 4;
         const u8* from = weights + row * (K_TILES * TILE) + tile % 4 * TILE;
         const int stride = work.run.groups;
         int place = (int)work.run.place(K_TILES, 0, work.first / 8);
+        const u64 policy = evict_first();
         barrier_wait(pipeline.empty + 8 * slot.index, slot.parity);
         pipeline.items[turn] = work;
         #pragma unroll 1  // this thread has few registers
         for (int k = 0; k < K_TILES; k++, slot.next()) {
             const u32 barrier = pipeline.full + 8 * slot.index, stage = pipeline.base + slot.index * STAGE;
             barrier_wait(pipeline.empty + 8 * slot.index, slot.parity);
-            barrier_expect(barrier, WARPGROUPS * TILE + groups * (GROUP + SCALED * 32));
-            bulk_copy(stage, from, WARPGROUPS * TILE, barrier);
+            barrier_expect(barrier, TILES * TILE + groups * (GROUP + SCALED * 32));
+            bulk_copy_once(stage, from, TILES * TILE, barrier, policy);
             bulk_copy(stage + TOKENS, tokens + (i64)place * GROUP, groups * GROUP, barrier);
             if (SCALED) bulk_copy(stage + SCALES, scales + place * 8, groups * 32, barrier);
             from += 4 * TILE, place += stride;
@@ -289,7 +307,7 @@ template <bool GATED> struct Operands {
 // An increment, because the compiler would share the result of an addition within the warp, and wait for it at once.
 __device__ __forceinline__ int draw(int* drawn) {
     int index;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(index) : "l"(drawn), "r"(0x7FFFFFFF) : "memory");
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(index) : "l"(drawn) : "memory");
     return index;
 }
 
@@ -360,11 +378,12 @@ struct Weights {  // of a lane and a stage: its two rows
 
 // ---- sum ---------------------------------------------------------------------------------------------------------
 
-// One block per token, a thread for eight channels, twice or more: its choices in ascending order of expert, added in
+// One or more blocks per token, a thread for eight channels: its choices in ascending order of expert, added in
 // float32.
-extern "C" __global__ void __launch_bounds__(512, 3) combine(
+extern "C" __global__ void __launch_bounds__(320) combine(
     const u16* __restrict__ down, const i64* __restrict__ ids, float* __restrict__ out) {
     const i64 token = blockIdx.x;
+    const int at = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     // Routing has waited for whoever made the ids, the products for routing, and this kernel starts after that.
     const int lane = threadIdx.x % 32, id = lane < TOPK ? (int)ids[token * TOPK + lane] : -1;
     int choice[TOPK], count = 0;
@@ -377,18 +396,16 @@ extern "C" __global__ void __launch_bounds__(512, 3) combine(
     }
     wait_for_previous();
     launch_dependents();
-    #pragma unroll 2
-    for (int at = threadIdx.x * 8; at < HIDDEN; at += blockDim.x * 8) {
-        float sum[8] = {};
-        #pragma unroll
-        for (int n = 0; n < TOPK; n++)
-            if (n < count) {
-                const uint4 eight = *(const uint4*)(down + (token * TOPK + choice[n]) * HIDDEN + at);
-                const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-                #pragma unroll
-                for (int i = 0; i < 4; i++) sum[2 * i] += low_float(pairs[i]), sum[2 * i + 1] += high_float(pairs[i]);
-            }
-        float4* to = (float4*)(out + token * HIDDEN + at);
-        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-    }
+    if (at >= HIDDEN) return;
+    float sum[8] = {};
+    #pragma unroll
+    for (int n = 0; n < TOPK; n++)
+        if (n < count) {
+            const uint4 eight = *(const uint4*)(down + (token * TOPK + choice[n]) * HIDDEN + at);
+            const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+            #pragma unroll
+            for (int i = 0; i < 4; i++) sum[2 * i] += low_float(pairs[i]), sum[2 * i + 1] += high_float(pairs[i]);
+        }
+    float4* to = (float4*)(out + token * HIDDEN + at);
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
 }

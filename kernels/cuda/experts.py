@@ -4,7 +4,7 @@ what the fast class (``experts_fp8.py``) shares with them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -34,13 +34,9 @@ class Tiling:
     columns: int
     step: int
     warpgroups: int  # as many as the registers of a multiprocessor hold with these columns
-    fewest: int  # tokens of the experts it serves
-    most: int
 
 
-# How many tokens an expert has is known on the device only. So there is a kernel for each tiling, and each serves the
-# experts with its numbers of tokens.
-FEW, MANY = Tiling(64, 8, 4, 1, 64), Tiling(256, 32, 2, 65, 1 << 30)
+FEW, MANY = Tiling(64, 8, 4), Tiling(256, 32, 2)
 
 
 @dataclass(frozen=True)
@@ -84,23 +80,27 @@ def kernel(experts: Experts[Product], tiling: Tiling, topk: int) -> tuple[jit.Ke
     stage = tiling.warpgroups * TILE_BYTES + columns * CHANNELS * 2
     static = 4 * (count + 1) + 2 * 4 * tiling.warpgroups * columns + 1024  # and barriers
     stages = min(12, (SHARED_BYTES - static) // stage)
-    kernel = jit.kernel(
-        "experts.cu",
+    nan_scales = int(experts.gate_up.nan_scales or experts.down.nan_scales)
+    return products("experts.cu", experts, tiling, topk, stages, NAN_SCALES=nan_scales), stages * stage
+
+
+def products(file: str, experts: Experts[Any], tiling: Tiling, topk: int, stages: int, **defines: int) -> jit.Kernel:
+    """The kernel of a class, shared so."""
+    return jit.kernel(
+        file,
         "products",
-        tuple(range(tiling.step, columns + 1, tiling.step)),
-        EXPERTS=count,
+        tuple(range(tiling.step, tiling.columns + 1, tiling.step)),
+        jit.ARCH,
+        EXPERTS=experts.down.tiles.shape[0],
         TOPK=topk,
         HIDDEN=experts.hidden,
         INNER=experts.inner,
         WARPGROUPS=tiling.warpgroups,
-        NMAX=columns,
+        NMAX=tiling.columns,
         STEP=tiling.step,
         STAGES=stages,
-        NAN_SCALES=int(experts.gate_up.nan_scales or experts.down.nan_scales),
-        FEWEST=tiling.fewest,
-        MOST=tiling.most,
+        **defines,
     )
-    return kernel, stages * stage
 
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts[Product]:
@@ -337,30 +337,50 @@ def gather(like: jit.Kernel, x: Tensor, routing: Routing, *out: Tensor) -> None:
     )
 
 
+def multiply(
+    experts: Experts[Any], routing: Routing, tilings: tuple[Tiling, Tiling], kernels: Sequence[tuple[jit.Kernel, int]],
+    choices: torch.Size, tensors: Sequence[Tensor], limit: float,
+) -> None:  # fmt: skip
+    """Both products. tilings: for few and for many tokens an expert; choices: [T, k]; tensors: what ``gather`` made,
+    what goes between the products, and what they make.
+
+    How many tokens an expert has is known on the device only. So both kernels are launched, and each serves the experts
+    with its numbers of tokens, unless there cannot be many: a token chooses an expert once. Nor is it worth while for a
+    few of them.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    count, split, endless = down.tiles.shape[0], tilings[0].columns, 1 << 30
+    blocks = jit.multiprocessors(down.tiles.device)
+    if choices[0] <= split or 4 * choices.numel() <= 3 * split * count:
+        served: tuple[tuple[int, int], ...] = ((1, endless),)
+    else:
+        served = ((1, split), (split + 1, endless))
+    for turn, ((fewest, most), tiling, (kernel, shared)) in enumerate(zip(served, tilings, kernels, strict=False)):
+        kernel.launch(
+            (blocks,), 128 * (tiling.warpgroups + 1), shared, gate_up.tiles, gate_up.factors, down.tiles, down.factors,
+            routing.begins, routing.counts, routing.order, routing.weights, routing.progress[turn:],
+            routing.progress[2:], *tensors, fewest, most, float(limit if limit > 0 else math.inf), overlap=True,
+        )  # fmt: skip
+
+
 def combine(like: jit.Kernel, down: Tensor, ids: Tensor, out: Tensor) -> None:
     """down [T * k, hidden] -> out float32 [T, hidden]."""
     tokens, hidden = out.shape
-    threads = min(512, 32 * -(-hidden // 512))
-    jit.kernel_like(like, "combine").launch((tokens,), threads, 0, down, ids, out, overlap=True)
+    parts = -(-hidden // 2560)
+    threads = 32 * -(-hidden // (256 * parts))
+    jit.kernel_like(like, "combine").launch((tokens, parts), threads, 0, down, ids, out, overlap=True)
 
 
 def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float, out: Tensor) -> None:
     tokens, topk = ids.shape
-    tilings = (FEW,) if tokens <= FEW.most else (FEW, MANY)  # a token chooses an expert once
-    kernels = [kernel(experts, tiling, topk) for tiling in tilings]
+    kernels = [kernel(experts, tiling, topk) for tiling in (FEW, MANY)]
     like = kernels[0][0]
     routing = route(like, weights, ids, experts.down.tiles.shape[0])
     positions = routing.order.shape[0]
     gathered, h = (x.new_empty(positions, padded(channels)) for channels in (experts.hidden, experts.inner))
     down = x.new_empty(tokens * topk, experts.hidden)
     gather(like, x, routing, gathered)
-    for turn, (tiling, (products, shared)) in enumerate(zip(tilings, kernels, strict=True)):
-        products.launch(
-            (jit.multiprocessors(x.device),), 128 * (tiling.warpgroups + 1), shared, experts.gate_up.tiles,
-            experts.gate_up.factors, experts.down.tiles, experts.down.factors, routing.begins, routing.counts,
-            routing.order, routing.weights, routing.progress[turn:], routing.progress[2:], gathered, h, down,
-            float(limit if limit > 0 else math.inf), overlap=True,
-        )  # fmt: skip
+    multiply(experts, routing, (FEW, MANY), kernels, ids.shape, (gathered, h, down), limit)
     combine(like, down, ids, out)
 
 

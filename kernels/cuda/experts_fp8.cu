@@ -12,10 +12,9 @@
 //
 // The four tiles of a block are 128 channels of the second product: they agree on one scale per token.
 
-constexpr int TOKEN = 1, SCALED = 1;
+constexpr int TOKEN = 1, SCALED = 1, EACH = 4 / WARPGROUPS;
 #define MULTIPLY(N) wgmma_fp8_n##N
 #include "experts.cuh"
-static_assert(WARPGROUPS == 4, "a block is 128 channels of the second product");
 
 __device__ __forceinline__ void consumers_barrier() { asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory"); }
 
@@ -52,7 +51,8 @@ __device__ __forceinline__ void dequantise(u32 word, u32 scales, int block, u32&
 // A warp per group of eight positions and 128 channels, a lane per position and 32 channels: e4m3 and a scale.
 constexpr int GATHER_PARTS = (HIDDEN_TILES + 7) / 8;  // of a group, a block each
 extern "C" __global__ void __launch_bounds__(256) gather(
-    const u16* x, const int* begins, const int* counts, const int* order, const int* experts, u8* out, float* scales) {
+    const u16* __restrict__ x, const int* __restrict__ begins, const int* __restrict__ counts,
+    const int* __restrict__ order, const int* __restrict__ experts, u8* __restrict__ out, float* __restrict__ scales) {
     const int lane = threadIdx.x % 32;
     wait_for_previous();
     launch_dependents();
@@ -125,39 +125,50 @@ __device__ __forceinline__ u32 swiglu(u32 gates, u32 ups, float2 weights, float 
 
 // The first product. ``odd``: of ``Finished``.
 template <int N> __device__ __forceinline__ void finish_first(
-    float (&d)[N / 2], float2 factors, const Item& work, int tile, const Result& to, int odd) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = 2 * (lane % 4);
-    u32 h[N / 8];
+    const float (&d)[EACH][N / 2], const float2 (&factors)[EACH], const Item& work, const Result& to, int odd) {
+    const int warp = threadIdx.x / 128 * (4 * EACH) + threadIdx.x / 32 % 4;  // of 16, in the first tile
+    const int lane = threadIdx.x % 32, column = 2 * (lane % 4);
+    u32 h[EACH][N / 8];
     #pragma unroll
     for (int i = 0; i < N / 8; i++) {  // two tokens
-        h[i] = swiglu(
-            pack_bf16(d[4 * i] * factors.x, d[4 * i + 1] * factors.x),
-            pack_bf16(d[4 * i + 2] * factors.y, d[4 * i + 3] * factors.y),
-            *(const float2*)(to.sorted + work.first + 8 * i + column), to.limit);
-        u32 amax = h[i] & MAGNITUDES;
+        const bool any = STEP == 8 || 8 * i < work.count;  // columns are a multiple of STEP
+        const float2 weights = any ? *(const float2*)(to.sorted + work.first + 8 * i + column) : make_float2(0.f, 0.f);
         #pragma unroll
-        for (int step = 4; step < 32; step *= 2) amax = max_each(amax, __shfl_xor_sync(~0u, amax, step));
-        if (lane < 4) to.maxima[4 * i + lane][warp] = amax;
+        for (int tile = 0; tile < EACH; tile++) {
+            h[tile][i] = swiglu(
+                pack_bf16(d[tile][4 * i] * factors[tile].x, d[tile][4 * i + 1] * factors[tile].x),
+                pack_bf16(d[tile][4 * i + 2] * factors[tile].y, d[tile][4 * i + 3] * factors[tile].y),
+                weights, to.limit);
+            u32 amax = h[tile][i] & MAGNITUDES;
+            #pragma unroll
+            for (int step = 4; step < 32; step *= 2) amax = max_each(amax, __shfl_xor_sync(~0u, amax, step));
+            if (lane < 4) to.maxima[4 * i + lane][warp + 4 * tile] = amax;
+        }
     }
     consumers_barrier();
-    const int channel = 32 * tile + 8 * (warp % 4) + lane / 4;
     const i64 place = work.run.place(INNER_TILES, work.block, work.first / 8);
-    u8* out = to.h + place * GROUP + channel % 128 / 16 * 128 + column * 16 + channel % 16;
     #pragma unroll
     for (int i = 0; i < N / 8; i++) {
+        if (STEP > 8 && 8 * i >= work.count) break;
         const u32* maxima = to.maxima[4 * i + lane % 4];
-        const uint4 four = *(const uint4*)(maxima + warp / 4 * 4);  // of the warpgroup: of 32 channels
         const uint2 two = *(const uint2*)(maxima + lane / 4 * 2);
         u32 whole = max_each(two.x, two.y);
         #pragma unroll
         for (int step = 4; step < 32; step *= 2) whole = max_each(whole, __shfl_xor_sync(~0u, whole, step));
-        const u32 scale = fp8_scales(max_each(max_each(four.x, four.y), max_each(four.z, four.w)));
         const u32 whole_scale = fp8_scales(whole);
-        const u32 codes = fp8_pair(
-            low_float(h[i]) * reciprocal(scale << 16), high_float(h[i]) * reciprocal(scale & 0xFFFF0000u),
-            halves(low_float(scale) * reciprocal(whole_scale << 16),
-                   high_float(scale) * reciprocal(whole_scale & 0xFFFF0000u)));
-        out[i * GROUP] = (u8)codes, out[i * GROUP + 16] = (u8)(codes >> 8);
+        #pragma unroll
+        for (int tile = 0; tile < EACH; tile++) {
+            const uint4 four = *(const uint4*)(maxima + warp / 4 * 4 + 4 * tile);  // of a tile: of 32 channels
+            const u32 scale = fp8_scales(max_each(max_each(four.x, four.y), max_each(four.z, four.w)));
+            const u32 codes = fp8_pair(
+                low_float(h[tile][i]) * reciprocal(scale << 16),
+                high_float(h[tile][i]) * reciprocal(scale & 0xFFFF0000u),
+                halves(low_float(scale) * reciprocal(whole_scale << 16),
+                       high_float(scale) * reciprocal(whole_scale & 0xFFFF0000u)));
+            const int channel = 8 * (warp + 4 * tile) + lane / 4;  // of 128
+            u8* h_out = to.h + (place + i) * GROUP + channel / 16 * 128 + column * 16 + channel % 16;
+            h_out[0] = (u8)codes, h_out[16] = (u8)(codes >> 8);
+        }
         // A NaN or an infinity makes all results of its token NaN. So the scale is the NaN.
         if (threadIdx.x < 4)
             *(float2*)(to.scales + (place + i) * 8 + column) =
@@ -167,75 +178,110 @@ template <int N> __device__ __forceinline__ void finish_first(
     to.finished.meet(odd, work.first / 8);
 }
 
-// The second product.
+// The second product. ``row``: the first of a lane, in the first tile.
 template <int N> __device__ __forceinline__ void finish_second(
-    const float (&d)[N / 2], float2 factors, const Item& work, int tile, const Result& to) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = 2 * (lane % 4);
-    const int row = 64 * tile + 16 * (warp % 4) + lane / 4;
+    const float (&d)[EACH][N / 2], const float2 (&factors)[EACH], const Item& work, int row, const Result& to) {
+    const int column = 2 * (threadIdx.x % 4);
     #pragma unroll
     for (int i = 0; i < N / 4; i++) {
         const int at = 8 * (i / 2) + column + i % 2;
         if (at < work.count) {
             u16* out = to.out + (i64)to.order[work.first + at] * HIDDEN + row;
-            if (row < HIDDEN) out[0] = to_bf16(d[4 * (i / 2) + i % 2] * factors.x);
-            if (row + 8 < HIDDEN) out[8] = to_bf16(d[4 * (i / 2) + 2 + i % 2] * factors.y);
+            #pragma unroll
+            for (int tile = 0; tile < EACH; tile++) {
+                const float* two = &d[tile][4 * (i / 2) + i % 2];
+                if (row + 64 * tile < HIDDEN) out[64 * tile] = to_bf16(two[0] * factors[tile].x);
+                if (row + 64 * tile + 8 < HIDDEN) out[64 * tile + 8] = to_bf16(two[2] * factors[tile].y);
+            }
         }
     }
 }
 
-// An operand is made while the one before it is multiplied; the next stage's codes are read while the last one is.
-template <bool GATED, int N> __device__ __forceinline__ void consume(
-    const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to, int odd) {
-    constexpr int K_TILES = Shape<GATED>::K_TILES;
-    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-    const int tile = work.block * WARPGROUPS + group;
-    const float* factors = to.factors[GATED] + (i64)work.expert * (64 * Shape<GATED>::ROW_TILES) + 64 * tile
-                         + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    const float2 factor = make_float2(factors[0], factors[8]);  // of a lane's two rows
-    float sum[N / 2] = {}, d[N / 2] = {};
-    Weights weights;
-    u32 stage = pipeline.wait(slot);
-    weights.load(stage + group * TILE);
-    for (int k = 0; k < K_TILES; k++) {
-        const u64 b = pipeline.tokens(slot.index);
-        const u32 scales = stage + SCALES + 8 * (lane % 4);
-        const int current = slot.index;
-        u32 a[4][4];
-        wgmma_hold(d);
+struct Operand {  // the left one of a lane, for 64 channels
+    u32 a[2][4];
+
+    __device__ __forceinline__ void make(const Weights& weights, int part) {
         #pragma unroll
-        for (int block = 0; block < 4; block++) {
+        for (int i = 0; i < 2; i++)
             #pragma unroll
             for (int half = 0; half < 2; half++)
-                dequantise(weights.word(half, block), weights.scales[half], block, a[block][half], a[block][half + 2]);
-            wgmma_fence();
-            Product<N>::run(d, a[block], b + block * (2 * 128 / 16), block > 0);
-            wgmma_commit();
-        }
-        slot.next();
-        if (k + 1 < K_TILES) {
-            stage = pipeline.wait(slot);
-            weights.load(stage + group * TILE);
-        }
-        wgmma_wait<0>();
+                dequantise(
+                    weights.word(half, 2 * part + i), weights.scales[half], 2 * part + i, a[i][half], a[i][half + 2]);
+    }
+    template <int N> __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 b, int part) const {
         wgmma_hold(d);
+        wgmma_fence();
         #pragma unroll
-        for (int i = 0; i < N / 8; i++) {
-            const float2 scale = load_shared8(scales + 32 * i);
-            sum[4 * i] += d[4 * i] * scale.x, sum[4 * i + 1] += d[4 * i + 1] * scale.y;
-            sum[4 * i + 2] += d[4 * i + 2] * scale.x, sum[4 * i + 3] += d[4 * i + 3] * scale.y;
+        for (int i = 0; i < 2; i++)
+            Product<N>::run(d, a[i], b + (2 * part + i) * (2 * 128 / 16), part + i > 0);
+        wgmma_commit();
+    }
+};
+
+// Of two operands, one is made while the other is multiplied, on into the next tile and the next stage.
+template <int K_TILES, int N> __device__ __forceinline__ void multiply(
+    float (&sum)[EACH][N / 2], Slot& slot, const Pipeline& pipeline, u32 tiles) {
+    float d[N / 2] = {};
+    Weights weights;
+    Operand first, second;
+    u32 stage = pipeline.wait(slot);
+    weights.load(stage + tiles);
+    first.make(weights, 0);
+    for (int k = 0; k < K_TILES; k++) {
+        const u64 b = pipeline.tokens(slot.index);
+        const u32 scales = stage + SCALES + 8 * (threadIdx.x % 4);
+        const int current = slot.index;
+        #pragma unroll
+        for (int tile = 0; tile < EACH; tile++) {
+            first.multiply<N>(d, b, 0);
+            second.make(weights, 1);
+            second.multiply<N>(d, b, 1);
+            bool more = true;
+            if (tile + 1 < EACH) {
+                weights.load(stage + tiles + (tile + 1) * TILE);
+            } else {
+                slot.next();
+                more = k + 1 < K_TILES;
+                if (more) stage = pipeline.wait(slot);
+                if (more) weights.load(stage + tiles);
+            }
+            wgmma_wait<1>();
+            if (more) first.make(weights, 0);
+            wgmma_wait<0>();
+            wgmma_hold(d);
+            #pragma unroll
+            for (int i = 0; i < N / 8; i++) {
+                const float2 scale = load_shared8(scales + 32 * i);
+                float* four = &sum[tile][4 * i];
+                four[0] += d[4 * i] * scale.x, four[1] += d[4 * i + 1] * scale.y;
+                four[2] += d[4 * i + 2] * scale.x, four[3] += d[4 * i + 3] * scale.y;
+            }
+            wgmma_hold(sum[tile]);  // the scales have been read
         }
-        wgmma_hold(sum);  // the scales have been read
         pipeline.release(current);
     }
-    if constexpr (GATED) finish_first<N>(sum, factor, work, tile, to, odd);
-    else finish_second<N>(sum, factor, work, tile, to);
+}
+
+template <bool GATED, int N> __device__ __forceinline__ void consume(
+    const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to, int odd) {
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const int row = 64 * (work.block * TILES + group * EACH) + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const float* factors = to.factors[GATED] + (i64)work.expert * (64 * Shape<GATED>::ROW_TILES) + row;
+    float2 factor[EACH];  // of a lane's two rows
+    #pragma unroll
+    for (int tile = 0; tile < EACH; tile++) factor[tile] = make_float2(factors[64 * tile], factors[64 * tile + 8]);
+    float sum[EACH][N / 2] = {};
+    multiply<Shape<GATED>::K_TILES, N>(sum, slot, pipeline, group * EACH * TILE);
+    if constexpr (GATED) finish_first<N>(sum, factor, work, to, odd);
+    else finish_second<N>(sum, factor, work, row, to);
 }
 
 // A group of x and of h, what the first product makes: [8][8 tokens][16 channels].
 extern "C" __global__ void __launch_bounds__(THREADS, 1) products(
     const u8* gate_up, const float* gate_up_factors, const u8* down, const float* down_factors, const int* begins,
     const int* counts, const int* order, const float* sorted, int* drawn, int* stored, const u8* x,
-    const float* x_scales, u8* h, float* h_scales, u16* out, float limit) {
+    const float* x_scales, u8* h, float* h_scales, u16* out, i64 fewest,
+    i64 most, float limit) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ int first_piece[EXPERTS + 1], finished_pieces[2];
     __shared__ __align__(16) u32 maxima[NMAX / 2][16];
@@ -244,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products(
     const u32 full = shared_address(barriers);
     const Pipeline pipeline{full, full + 8 * STAGES, shared_address(memory), items};
     const Finished finished{finished_pieces};
-    start(pipeline, counts, first_piece);
+    start(pipeline, counts, first_piece, fewest, most);
     const Schedule schedule{begins, counts, first_piece};
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COPYING));

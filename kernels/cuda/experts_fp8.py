@@ -12,7 +12,6 @@ It rounds where the exact class does. Beyond that:
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +25,16 @@ from .experts import (
     ROWS,
     TILE_BYTES,
     Experts,
+    Tiling,
     combine,
     empty_tiles,
     fill,
     gather,
     in_passes,
     laid_out,
+    multiply,
     padded,
+    products,
     read_with,
     replace_with,
     route,
@@ -40,7 +42,8 @@ from .experts import (
 )
 from .jit import SHARED_BYTES
 
-COLUMNS, STEP = 64, 8  # tokens of a piece of work, and what their number is rounded up to
+# With many tokens an expert, its weights are dequantised for more of them at a time: a warpgroup has two tiles of rows.
+FEW, MANY = Tiling(64, 8, 4), Tiling(128, 16, 2)
 BINADES = 12  # of scales in which an e2m1 code is a normal e4m3 value: exponents -5 to 6
 LARGEST = 6
 NAN_BITS = 0x7FC00000
@@ -63,28 +66,13 @@ class Product:
     factors: Tensor  # float32 [experts, rows], powers of two taken out of the scales; NaN where a scale of the row is
 
 
-def kernel(experts: Experts[Product], topk: int) -> tuple[jit.Kernel, int]:
+def kernel(experts: Experts[Product], tiling: Tiling, topk: int) -> tuple[jit.Kernel, int]:
     """The kernel of both products, and the bytes of shared memory it wants."""
-    count = experts.down.tiles.shape[0]
-    stage = BLOCK * TILE_BYTES + COLUMNS * (CHANNELS + 4)
-    static = 4 * (count + 1) + 32 * COLUMNS + 1024  # and barriers
+    count, columns = experts.down.tiles.shape[0], tiling.columns
+    stage = BLOCK * TILE_BYTES + columns * (CHANNELS + 4)
+    static = 4 * (count + 1) + 32 * columns + 1024  # and barriers
     stages = min(12, (SHARED_BYTES - static) // stage)
-    kernel = jit.kernel(
-        "experts_fp8.cu",
-        "products",
-        tuple(range(STEP, COLUMNS + 1, STEP)),
-        EXPERTS=count,
-        TOPK=topk,
-        HIDDEN=experts.hidden,
-        INNER=experts.inner,
-        WARPGROUPS=BLOCK,
-        NMAX=COLUMNS,
-        STEP=STEP,
-        STAGES=stages,
-        FEWEST=1,
-        MOST=1 << 30,
-    )
-    return kernel, stages * stage
+    return products("experts_fp8.cu", experts, tiling, topk, stages), stages * stage
 
 
 def prepare_experts(w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor) -> Experts[Product]:
@@ -195,19 +183,16 @@ def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Produc
 
 def _pass(x: Tensor, weights: Tensor, ids: Tensor, experts: Experts[Product], limit: float, out: Tensor) -> None:
     topk = ids.shape[1]
-    products, shared = kernel(experts, topk)
-    routing = route(products, weights, ids, experts.down.tiles.shape[0])
+    kernels = [kernel(experts, tiling, topk) for tiling in (FEW, MANY)]
+    like = kernels[0][0]
+    routing = route(like, weights, ids, experts.down.tiles.shape[0])
     positions = routing.order.shape[0]
     values, scales = [], []
     for channels in (padded(experts.hidden), padded(experts.inner)):
         values.append(torch.empty(positions, channels, dtype=torch.uint8, device=x.device))
         scales.append(torch.empty(positions, channels // CHANNELS, dtype=torch.float32, device=x.device))
     down = x.new_empty(ids.numel(), experts.hidden)
-    gather(products, x, routing, values[0], scales[0])
-    products.launch(
-        (jit.multiprocessors(x.device),), 128 * (BLOCK + 1), shared, experts.gate_up.tiles, experts.gate_up.factors,
-        experts.down.tiles, experts.down.factors, routing.begins, routing.counts, routing.order, routing.weights,
-        routing.progress, routing.progress[2:], values[0], scales[0], values[1], scales[1], down,
-        float(limit if limit > 0 else math.inf), overlap=True,
-    )  # fmt: skip
-    combine(products, down, ids, out)
+    gather(like, x, routing, values[0], scales[0])
+    tensors = (values[0], scales[0], values[1], scales[1], down)
+    multiply(experts, routing, (FEW, MANY), kernels, ids.shape, tensors, limit)
+    combine(like, down, ids, out)
