@@ -80,6 +80,35 @@ def test_fp8_products_with_any_number_of_rows(tables, groups, outputs, channels)
     assert poisoned[3].isnan().any() and not poisoned[4:].isnan().any() and torch.equal(poisoned[:3], got[:3])
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_site_with_any_number_of_rows(tables, late):
+    """At released size, beside the four ops it is made of; the same bits for a row whatever the batch."""
+    ours, reference = tables
+    assert "hc_site" in ours._run
+    rows, m, h = 700, 4, 5120
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    streams, pre = normal(rows, m, h, dtype=torch.bfloat16), torch.sigmoid(normal(rows, m))
+    fn, base = normal(24, m * h) * (m * h) ** -0.5, normal(24)
+    weights = fn, base, torch.ones(3, device="cuda"), normal(h, dtype=torch.bfloat16), 1e-20, 1e-6, 20
+    before = normal(rows, h, dtype=torch.bfloat16), normal(rows, m), torch.softmax(normal(rows, m, m), -1)
+
+    def site(table: Ops, part: slice) -> tuple[Tensor, ...]:
+        return table.hc_site(streams[part], pre[part], *weights, *(each[part] for each in before if late))
+
+    whole = site(ours, slice(None))
+    x, new, *_ = site(reference, slice(None))
+    assert_close(whole[0], x, 4)
+    assert_close(whole[1], new, 2)
+    for got, want in zip(whole[2:], reference.hc_mix(whole[1], *weights[:3], *weights[4:]), strict=True):
+        assert_close(got, want, 64)
+    for part in (slice(1), slice(699, None), slice(63, 65), slice(5, 69), slice(100, 356)):
+        for got, want in zip(site(ours, part), whole, strict=True):
+            assert torch.equal(got, want[part])
+
+
 def experts(count: int, hidden: int, inner: int) -> tuple[Tensor, ...]:
     def weight(*shape: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(*shape, device="cuda") * torch.exp2(torch.randn(*shape[:-1], 1, device="cuda"))

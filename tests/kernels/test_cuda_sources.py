@@ -60,11 +60,7 @@ SHAPES += [
     ("slots, many ranks", split.kernel(384, 128, 128)),
     ("linear, prefill", fp8_linear.kernels(fp8_linear.LOOPS_WIDTH, True).product),
 ]
-SHAPES += [
-    (f"site, {text}, {'many' if many else 'few'} rows", site.kernels(5120, late, many).enter)
-    for late, text in ((True, "released"), (False, "first"))
-    for many in (False, True)
-]
+SHAPES += [("site", site.kernels(5120, True)[0]), ("site, first", site.kernels(5120, False)[0])]
 # Two sums in registers: what does not fit is kept from one split to the next, outside of the loop over channels.
 MOST_SPILLED = {"linear, prefill": 256, "experts, fast, many tokens": 32}
 # Shared memory of a token in a stage: 128 channels.
