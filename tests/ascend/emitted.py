@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from tilelang.engine import lower
+from tvm.ir.transform import PassContext
 from tvm.target import Target
 
 # Harmless lines of a machine without CANN.
@@ -62,7 +63,7 @@ def source(kernel: Any, *args: torch.Tensor, **constants: Any) -> str:
     target = Target({"kind": "ascend"})
     with output() as said:
         try:
-            with target:
+            with PassContext(opt_level=3, config=kernel.pass_configs or {}), target:
                 function = kernel.get_tir(*args, **constants)
                 artifact = lower(function, target=target, enable_host_codegen=False, enable_device_compile=False)
         except Exception as error:

@@ -26,6 +26,7 @@ from deepinfer_plugin.kernels.ascend.tiles import (
     page_write,
     rope,
     row_write,
+    sparse_attention,
     swiglu,
     top_groups,
     window_pack,
@@ -68,6 +69,14 @@ def normed(r: int, d: int) -> tuple[Tensor, ...]:
 
 def mixed(r: int, o: int, k: int) -> tuple[Tensor, ...]:
     return e(r, k), *(e(*shape, dtype=F32) for shape in ((o, k), (o,), (8,), (r, o)))
+
+
+def attended(r: int, h: int, d: int, length: int, g: int, k: int) -> tuple[Tensor, ...]:
+    width = d // 4 + d // 128
+    packed = e(r, width, dtype=I32), e(5, length, width, dtype=I32)
+    latents = e(7, g, d // 8, dtype=I32), e(7, g, d // 64, dtype=I32), e(3, 4, dtype=I64), e(r, dtype=I64)
+    chosen = e(r, k, dtype=I64), e(r, dtype=I32)
+    return e(r, h, d), *packed, *latents, *chosen, *(e(r, dtype=I64) for _ in range(6)), e(h, dtype=F32), e(r, h, d)
 
 
 CASES = {
@@ -217,6 +226,20 @@ CASES = {
         lambda r, g, k: (e(r, g), e(r, dtype=I32), e(r, g, dtype=U8), e(r, k, dtype=I64)),
         {"g": 32768, "k": 512},
         {"g": 1024, "k": 256},
+    ),
+    "sparse_attention": TileCase(
+        "sparse_attention",
+        sparse_attention.attended,
+        attended,
+        {"h": 64, "d": 512, "length": 134, "g": 64, "k": 512},
+        {"h": 32, "d": 128, "length": 38, "g": 8, "k": 100},
+    ),
+    "sparse_attention window": TileCase(  # of layers without latents
+        "sparse_attention",
+        sparse_attention.attended,
+        attended,
+        {"h": 64, "d": 512, "length": 134, "g": 1, "k": 1},
+        {"h": 32, "d": 128, "length": 38, "g": 1, "k": 1},
     ),
     "markov": TileCase(
         "markov",

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import tilelang
 import tilelang.ascend.language as T
+
+# No two buffers in the same bytes. Where they may, the compiler orders the uses of each, not those of one after the
+# other's: what arrives for the next round could overwrite what this round still reads.
+APART = {tilelang.PassConfigKey.TL_DISABLE_SHARED_MEMORY_REUSE: True}
 
 Expr = Any  # an expression of the kernel under construction
 

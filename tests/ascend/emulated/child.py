@@ -27,10 +27,14 @@ def main(folder: Path) -> int:
     # The end of the buffer lies at the end of its pages, so that the first byte beyond it is a guard.
     ub = base + page + size - plan["ub"]
     assert ub % 32 == 0
-    values, held = [], {}
+    values, held, maps = [], {}, []
     for argument in plan["arguments"]:
         if "scalar" in argument:
             values.append(argument["scalar"])
+            continue
+        if "mapped" in argument:
+            maps.append(_mapped(argument["mapped"]))
+            values.append(ctypes.addressof(maps[-1]) + argument["offset"])
             continue
         if argument["file"] not in held:
             data = np.load(folder / argument["file"])
@@ -45,6 +49,12 @@ def main(folder: Path) -> int:
             return 87
         np.save(folder / file, padded[GUARD:-GUARD])
     return 0
+
+
+def _mapped(file: str) -> ctypes.c_char:
+    """The first of a file's bytes, shared with whoever maps it too, for as long as this is held."""
+    with open(file, "r+b") as opened:
+        return ctypes.c_char.from_buffer(mmap.mmap(opened.fileno(), 0))
 
 
 if __name__ == "__main__":

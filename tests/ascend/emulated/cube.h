@@ -8,6 +8,8 @@
 #define __mix__(cubes, vectors)
 #define __cbuf__
 #define __cc__
+#define __ca__
+#define __cb__
 #define ASC_IS_AIC (unit == CUBE)
 #define ASC_IS_AIV (unit != CUBE)
 using asc_dual_dst_mode = int;
@@ -15,7 +17,7 @@ using asc_unit_flag_mode = int;
 using asc_quant_mode = int;
 using asc_relu_pre_mode = int;
 
-static constexpr size_t L1_SIZE = 512 << 10, L0C_SIZE = 256 << 10, BLOCK = 32;  // bytes
+static constexpr size_t L1_SIZE = 512 << 10, L0_SIZE = 64 << 10, L0C_SIZE = 256 << 10, BLOCK = 32;  // bytes
 static constexpr int CUBE = 0, UNITS = 3, FRACTAL = 16;                        // rows and bf16 columns of a fractal
 
 struct Unit {
@@ -31,10 +33,11 @@ static int unit;
 static long progress;  // of all units, to see that none of them makes any
 static ucontext_t core_context;
 static std::function<void()> unit_body;
-alignas(64) static uint8_t L1[L1_SIZE], L0C[L0C_SIZE];
+alignas(64) static uint8_t L1[L1_SIZE], L0A[L0_SIZE], L0B[L0_SIZE], L0C[L0C_SIZE];
 static int fractal_rows;  // of the next copy into L1
 
 inline int asc_get_sub_block_id() { return unit - 1; }
+inline void asc_sync_pipe(pipe_t) {}  // what was given to a pipeline before is done: so it is, in the order of the text
 
 // ---- units wait for each other -------------------------------------------------------------------------------------
 
@@ -70,6 +73,8 @@ inline void run_core(int core, uint8_t *first_ub, std::function<void()> kernel) 
     unit_body = kernel;
     block_idx = core;
     std::memset(L1, 0xAB, sizeof L1);
+    std::memset(L0A, 0xAB, sizeof L0A);
+    std::memset(L0B, 0xAB, sizeof L0B);
     std::memset(L0C, 0xAB, sizeof L0C);
     for (int i = 0; i < UNITS; ++i) {
         Unit &u = units[i];
@@ -136,13 +141,8 @@ inline void asc_copy_ub2l1(void *to, const void *from, int bursts, int blocks, i
         std::memcpy(target, source, blocks * BLOCK);
     }
 }
-// a [M, K] times b [N, K] transposed, both fractals in L1, float32 fractals of M rows in L0C.
-template <int M, int K, int N, int, bool TRANSPOSED, class In, class Out>
-void ascend_gemm_l1(Out *to, const In *a, const In *b, int clear, int, int) {
-    static_assert(TRANSPOSED && sizeof(In) == 2);
-    check_within(a, size_t(M) * K * 2, L1, L1_SIZE, "operand outside L1");
-    check_within(b, size_t(N) * K * 2, L1, L1_SIZE, "operand outside L1");
-    check_within(to, size_t(M) * N * 4, L0C, L0C_SIZE, "result outside L0C");
+// a [M, K] times b [N, K] transposed, fractals of M or N rows, into float32 fractals of M rows.
+inline void multiply(float *to, const bfloat16_t *a, const bfloat16_t *b, int M, int K, int N, bool clear) {
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) {
             float &sum = to[(n / FRACTAL * M + m) * FRACTAL + n % FRACTAL];
@@ -152,6 +152,50 @@ void ascend_gemm_l1(Out *to, const In *a, const In *b, int clear, int, int) {
                 sum += float(a[(column * M + m) * FRACTAL + at]) * float(b[(column * N + n) * FRACTAL + at]);
             }
         }
+}
+// Both operands in L1, the result in L0C.
+template <int M, int K, int N, int, bool TRANSPOSED, class In, class Out>
+void ascend_gemm_l1(Out *to, const In *a, const In *b, int clear, int, int) {
+    static_assert(TRANSPOSED && sizeof(In) == 2);
+    check_within(a, size_t(M) * K * 2, L1, L1_SIZE, "operand outside L1");
+    check_within(b, size_t(N) * K * 2, L1, L1_SIZE, "operand outside L1");
+    check_within(to, size_t(M) * N * 4, L0C, L0C_SIZE, "result outside L0C");
+    multiply(to, a, b, M, K, N, clear);
+}
+// The same by hand: fractals of L1 to the operands of the cube, one product of those. A fractal is 16 x 16 bf16; in L1
+// fractal (m, k) lies at k * stride + m. Operands keep the reduced channels outside: a at k * rows + m, b at
+// k * columns + n, the fractals of both with a row for each m or n.
+inline void copy_fractals(bfloat16_t *to, const uint8_t *memory, const bfloat16_t *from, int m0, int k0, int m_count,
+                          int k_count, int from_stride, int to_stride, bool transpose) {
+    const int size = FRACTAL * FRACTAL;
+    for (int k = 0; k < k_count; ++k)
+        for (int m = 0; m < m_count; ++m) {
+            auto *source = from + ((k0 + k) * from_stride + m0 + m) * size;
+            auto *target = to + (transpose ? m * to_stride + k : k * to_stride + m) * size;
+            check_within(source, size * 2, L1, L1_SIZE, "operand outside L1");
+            check_within(target, size * 2, memory, L0_SIZE, "operand outside L0");
+            for (int i = 0; i < size; ++i) target[transpose ? i % FRACTAL * FRACTAL + i / FRACTAL : i] = source[i];
+        }
+}
+inline void asc_copy_l12l0a(bfloat16_t *to, const bfloat16_t *from, int m0, int k0, int m, int k, int from_stride,
+                            int to_stride) {
+    copy_fractals(to, L0A, from, m0, k0, m, k, from_stride, to_stride, false);
+}
+inline void asc_copy_l12l0b(bfloat16_t *to, const bfloat16_t *from, int n0, int k0, int n, int k, int from_stride,
+                            int to_stride) {
+    copy_fractals(to, L0B, from, n0, k0, n, k, from_stride, to_stride, false);
+}
+// Rows of L1 are the reduced channels: each fractal is turned.
+inline void asc_copy_l12l0b_transpose(bfloat16_t *to, const bfloat16_t *from, int k0, int n0, int k, int n,
+                                      int from_stride, int to_stride) {
+    copy_fractals(to, L0B, from, k0, n0, k, n, from_stride, to_stride, true);
+}
+inline void asc_mmad(float *to, const bfloat16_t *a, const bfloat16_t *b, int M, int K, int N, int, bool, bool,
+                     bool clear) {
+    check_within(a, size_t(M) * K * 2, L0A, L0_SIZE, "operand outside L0");
+    check_within(b, size_t(N) * K * 2, L0B, L0_SIZE, "operand outside L0");
+    check_within(to, size_t(M) * N * 4, L0C, L0C_SIZE, "result outside L0C");
+    multiply(to, a, b, M, K, N, clear);
 }
 // Row-major again, the first half of the rows to the first vector unit, the others to the second.
 inline void asc_set_l0c_copy_nz_para(int, int, int) {}

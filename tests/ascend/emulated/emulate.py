@@ -31,7 +31,9 @@ def build(source: str, ub: int = DEFAULT.ub_simt) -> Path:
     call = ", ".join(f"({kind})arguments[{i}]" for i, (kind, _) in enumerate(parameters))
     if "__mix__" in source:
         header, each = "cube.h", f"run_core(core, ub, [&] {{ {name}({call}); }});"
-        body = body.replace("(__cbuf__ uint8_t *)0", "L1").replace("(__cc__ float *)0", "(float *)L0C")
+        body = body.replace("(__cc__ float *)0", "(float *)L0C")
+        for space, memory in (("cbuf", "L1"), ("ca", "L0A"), ("cb", "L0B"), ("cc", "L0C")):
+            body = body.replace(f"(__{space}__ uint8_t *)0", memory)
     else:
         header, each = "device.h", f"start_core(core); {name}({call}); end_core();"
     text = f"""#define EMULATED_UB {ub}
@@ -72,7 +74,8 @@ def _signature(source: str) -> tuple[str, list[tuple[str, str]]]:
 def run(
     source: str, tensors: dict[str, Tensor], scalars: dict[str, int], cores: int, ub: int = DEFAULT.ub_simt
 ) -> None:
-    """Run a kernel on named tensors, which it reads and writes in place. A strided view is given with all its memory.
+    """Run a kernel on named tensors, which it reads and writes in place. A strided view is given with all its memory; a
+    file that is mapped is mapped again, so it may have holes and more bytes than there is memory.
 
     Raises:
         EmulationFault: an access outside a buffer, an unaligned transfer, flags that do not pair.
@@ -86,11 +89,15 @@ def run(
                 plan.append({"scalar": scalars[name]})
                 continue
             tensor = tensors[name]
+            offset = tensor.storage_offset() * tensor.element_size()
+            if (mapped := tensor.untyped_storage().filename) is not None:
+                plan.append({"mapped": mapped, "offset": offset})
+                continue
             file = f"{tensor.untyped_storage().data_ptr()}.npy"
             if file not in memories:
                 memories[file] = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 np.save(Path(folder) / file, memories[file].numpy())
-            plan.append({"file": file, "offset": tensor.storage_offset() * tensor.element_size()})
+            plan.append({"file": file, "offset": offset})
         (Path(folder) / "plan.json").write_text(
             json.dumps({"library": str(library), "arguments": plan, "cores": cores, "ub": ub})
         )

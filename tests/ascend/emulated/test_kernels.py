@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from deepinfer_plugin.kernels import reference
-from deepinfer_plugin.kernels.ascend.tiles import candidate_blocks, index_scores, markov, mix, top_groups
+from deepinfer_plugin.kernels.ascend.tiles import (
+    candidate_blocks,
+    index_scores,
+    markov,
+    mix,
+    sparse_attention,
+    top_groups,
+)
 from deepinfer_plugin.kernels.reference import formats
 
 from ...kernels.cases import Random, make
@@ -294,6 +304,105 @@ def test_top_groups(size, draw):
     assert (out[:, k - 3 :] == -1).all()
 
 
+@cache
+def lowered_attention(heads: int, size: int, length: int, groups: int, **constants) -> str:
+    """It takes the compiler a minute, and any number of rows and selected groups is served by one."""
+    case = CASES["sparse_attention"]
+    return source(case.kernel, *case.tensors(6, heads, size, length, groups, 100), **constants)
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """The attention kernel on the host, behind the op that pads and numbers for it."""
+    kernel = sparse_attention.attended
+
+    def run_attended(*tensors: Tensor, **constants) -> None:
+        q, _, ring, latent, scale, table, _, selected = tensors[:8]
+        counts = {"R": q.shape[0], "N": ring.shape[0], "M": latent.shape[0], "K": selected.shape[1]}
+        counts |= {"B": table.shape[0], "P": table.shape[1]}
+        pairs = zip("wvs", (ring, latent, scale), strict=True)
+        strides = {f"{name}{i}": view.stride(i) for name, view in pairs for i in (0, 1)}
+        made = lowered_attention(*q.shape[1:], ring.shape[1], latent.shape[1], **constants)
+        run(made, dict(zip(names(kernel), tensors, strict=True)), counts | strides, cores=32)
+
+    monkeypatch.setattr(sparse_attention, "attended", run_attended)
+
+
+def attention(draw: Random, tmp_path, heads: int, size: int, length: int, groups: int, k: int) -> dict[str, Any]:
+    """Seven rows that meet every rule of the op. Rings and pages lie 4 GiB apart: ids times strides exceed 2^31 bytes
+    and words."""
+    far, width = 1 << 32, size + size // 32
+    file = tmp_path / "memory"
+    with open(file, "wb") as holes:
+        holes.truncate(2 * far + (1 << 20))
+    memory = torch.from_file(str(file), shared=True, size=2 * far + (1 << 20), dtype=torch.uint8)
+    ring = memory.as_strided((3, length, width), (far, width, 1), 64)
+    latent = memory.as_strided((3, groups, size // 2), (far, size // 2, 1), 1 << 17)
+    latent_scale = memory.as_strided((3, groups, size // 16), (far, size // 16, 1), 1 << 18)
+    ring.copy_(draw.window(3, length, size))
+    for into, made in zip((latent, latent_scale), draw.latents(3, groups, size), strict=True):
+        into.copy_(made)
+    ring[2, 3:] = 255  # rows that nobody has written
+    latent_scale[1, 1] = 127
+    selected = draw.ints(-1, 2 * groups, 7, k)  # some of them twice
+    selected[selected == groups + 1] = groups  # the broken latent
+    selected[0], selected[5], selected[1, 5:] = -1, -1, -1
+    selected[4, 7] = groups + 1
+    positions = torch.tensor([3, 4, 2 * length, 2 * length + 1, 20, 9, 30])
+    ring[0, 29] = 255
+    q = draw.normal(7, heads, size) * 2
+    q[3, 2, 5] = torch.nan
+    return {
+        "q": q,
+        "window": draw.window(7, size),
+        "positions": positions,
+        "fresh": torch.tensor([0, 1, 0, 1, 0, 0, 0]),
+        "row_slots": torch.tensor([2, 2, 1, 1, 0, 0, 0]),
+        "window_floor": torch.tensor([0, 0, 0, 0, 15, 10, 0]),
+        "ring": ring,
+        "window_len": length - 6,
+        "latent": latent,
+        "latent_scale": latent_scale,
+        "page_table": torch.tensor([[2, 1 << 50, 0], [2, 0, 1 << 40], [0, 1, 2]]),
+        "requests": torch.tensor([0, 1, 1, 1, 2, 0, 1]),
+        "selected": selected,
+        "sink": draw.normal(heads, dtype=torch.float32),
+        "scale": size**-0.5,
+        "block_future": None,
+    }
+
+
+def test_sparse_attention(size, draw, attended, tmp_path):
+    args = attention(draw, tmp_path, *getattr(CASES["sparse_attention"], size).values())
+    got, want = sparse_attention.sparse_attention(**args), OPS["sparse_attention"](**args)
+    close(got, want)
+    assert (got == want).float().mean() > 0.7
+    broken = got.isnan().all(-1)
+    assert broken[4].all() and broken[6].all(), "a key that is no number"
+    assert broken[3, 2] and broken.sum() == 2 * broken.shape[1] + 1 == got.isnan().any(-1).sum(), "a query that is none"
+    assert not got[5].any(), "no keys"
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+def test_sparse_attention_of_drafts(draw, attended, tmp_path, rows):
+    """Layers without latents; rows of a block see each other."""
+    args = attention(draw, tmp_path, *CASES["sparse_attention"].small.values())
+    args |= dict.fromkeys(("latent", "latent_scale", "page_table", "requests", "selected"))
+    args |= {"positions": torch.arange(50, 57), "fresh": torch.arange(7), "row_slots": torch.ones(7, dtype=torch.int64)}
+    args |= {"window_floor": torch.full((7,), 20), "block_future": torch.arange(rows - 1, rows - 8, -1)}
+    for name in ("q", "window", "positions", "fresh", "row_slots", "window_floor", "block_future"):
+        args[name] = args[name][:rows]
+    got, want = sparse_attention.sparse_attention(**args), OPS["sparse_attention"](**args)
+    close(got, want)
+    assert (got == want).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ["sparse_attention", "window_attention"])
+def test_few_heads_are_padded(attended, name):
+    case = make(name, torch.bfloat16, 7, scale=2)
+    close(sparse_attention.sparse_attention(**case.args), OPS["sparse_attention"](**case.args))
+
+
 def test_markov(size, draw):
     v, d = getattr(CASES["markov"], size).values()
     v = min(v, 1280)  # the released head a part at a time would take minutes here
@@ -350,5 +459,8 @@ def test_sizes_that_a_kernel_does_not_take_are_refused_by_name():
     query, key = torch.empty(1, 32, 64), torch.empty(5, 64, 32, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match="force index_scores=ascend"):
         index_scores.index_scores(query, query[..., 0], key, key[..., :2], query, query, query, True)
+    for wrong in ((1, 96, 512), (1, 64, 192)):
+        with pytest.raises(NotImplementedError, match="force sparse_attention=ascend"):
+            sparse_attention.sparse_attention(torch.empty(wrong), *(None,) * 15)
     with pytest.raises(NotImplementedError, match="force markov=ascend"):
         markov.markov(torch.empty(1), torch.empty(70, 32), torch.empty(70, 32))

@@ -15,7 +15,7 @@ from deepinfer_plugin.kernels.ascend.soc import DEFAULT
 from ..emitted import LoweringError, source
 from ..tile_cases import CASES
 
-CUBE = ("index_scores",)  # kernels of a whole core, one cube and two vector units
+CUBE = ("index_scores", "sparse_attention")  # ops with kernels of a whole core, one cube and two vector units
 
 
 @pytest.mark.parametrize("size", ["released", "small"])
@@ -23,7 +23,7 @@ CUBE = ("index_scores",)  # kernels of a whole core, one cube and two vector uni
 def test_lowers(name, size):
     case = CASES[name]
     emitted = source(case.kernel, *case.tensors(6, **getattr(case, size)))
-    kind = "__mix__(1, 2)" if name in CUBE else "__vector__"
+    kind = "__mix__(1, 2)" if case.op in CUBE else "__vector__"
     assert f"__global__ {kind} void" in emitted
     assert ub_bytes(emitted) <= DEFAULT.ub_simt
 
