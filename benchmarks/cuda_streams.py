@@ -1,4 +1,4 @@
-"""The cuda provider's dense ops at released shapes: products, norms, streams, gate, Engram and draft heads.
+"""The cuda provider's dense ops at released shapes: products, norms, streams, gate, slots, Engram and draft heads.
 
     python benchmarks/cuda_streams.py [--only linear,hc_mix] [--rows 64,256,8192]
 
@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from cuda_timing import graph_us, relative, sweep
 from torch import Tensor
 
+from deepinfer_plugin.eplb.policy import place
 from deepinfer_plugin.kernels import Ops, select
 from deepinfer_plugin.kernels.reference import formats
+from deepinfer_plugin.model.expert_map import ExpertMap, rounds
 
 ROWS = (1, 16, 64, 128, 256, 512, 8192)
 CHECKED = 64  # rows compared with the reference
@@ -185,6 +188,25 @@ def engram_gate(rows: int) -> Iterator[Call]:
     yield Call(f"{STREAMS}x{HIDDEN}", args)
 
 
+def assign_slots(rows: int) -> Iterator[Call]:
+    """Rows of all ranks; popularity n^-0.5, as the policy places it. The floor is a reading and a writing of pairs."""
+    experts, topk = 384, 6
+    wanted = (torch.arange(experts, device="cuda") + 1.0).log() * 0.5
+    noise = torch.rand(rows, experts, device="cuda").log().neg().log()
+    for ranks, spare in ((8, 32), (64, 64)):
+        counts = 1e4 * (np.arange(experts) + 1.0) ** -0.5
+        places = ExpertMap(place(counts[None, None], experts + spare, ranks), experts, ranks)
+        args = {
+            "ids": (noise + wanted).topk(topk, largest=False).indices,
+            "home": places.home[0].cuda(),
+            "shared": places.shared[0].cuda(),
+            "slots": places.replicas[0].cuda(),
+            "per_rank": places.slots,
+            "rounds": rounds(select("cuda")),
+        }
+        yield Call(f"{experts}+{spare}, {ranks} ranks", args)
+
+
 def markov(rows: int) -> Iterator[Call]:
     if rows > 512:
         return
@@ -211,6 +233,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Call]]] = {
         hc_expand,
         hc_site,
         moe_gate,
+        assign_slots,
         swiglu,
         markov,
         confidence,

@@ -10,7 +10,8 @@
 
 constexpr int BLOCKS = 8, THREADS = 512, WARPS = THREADS / 32, FOUR = 4;
 constexpr int AT_ONCE = 4;  // pairs of a lane whose loads are under way together
-constexpr int LISTED = 4;  // ranks of an expert, or experts of a rank, that a thread has in registers
+// What a thread has in registers: of an expert's ranks, and of a rank's experts twice as many as it has on average.
+constexpr int LISTED_RANKS = 2, LISTED_EXPERTS = SHARED <= RANKS ? 2 : SHARED <= 4 * RANKS ? 4 : 8;
 constexpr int RANK_WORDS = (RANKS + 31) / 32, EXPERT_WORDS = (SHARED + 31) / 32;
 constexpr int BITS = 12, POINT = 32, EVEN = 16 << BITS, HIGHEST = 24 << BITS, FAR = 3 << BITS;
 constexpr int STEP = 24, FASTEST = 128, MOMENTUM = 192, RISING = 9;  // turns until the momentum is full
@@ -65,7 +66,7 @@ template <int WORDS, int STEP, typename F> __device__ __forceinline__ void for_b
             if (act(word * 32 + __ffs(left) - 1)) return;
 }
 // Every fourth of the bits of words, to add up what they stand for; ``none``: a place that is always 0.
-template <int WORDS> struct List {
+template <int WORDS, int LISTED> struct List {
     const u32* words;
     int member, length, at[LISTED];
 
@@ -172,8 +173,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     constexpr int GROUPS = BUSY / FOUR, EXPERTS_EACH = (SHARED + GROUPS - 1) / GROUPS;
     const int r = thread / FOUR;
     const bool ranked = r < RANKS;
-    List<RANK_WORDS> ranks[EXPERTS_EACH];
-    List<EXPERT_WORDS> experts;
+    List<RANK_WORDS, LISTED_RANKS> ranks[EXPERTS_EACH];
+    List<EXPERT_WORDS, LISTED_EXPERTS> experts;
     #pragma unroll
     for (int i = 0; i < EXPERTS_EACH; i++) {
         const int k = r + i * GROUPS;
@@ -221,11 +222,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             velocity = pull - (off * step >> 4);
             weight = min(max(weight + velocity + EVEN - middle, 0), HIGHEST);
             own_power = exp2_of(weight);
-            if (ranked && member == 0) {
-                power[1][r] = own_power;
-                atomicMax(&highest[turn % 4], __float_as_int(load));
-                atomicAdd(&weight_sum[(turn + 1) % 4], weight);
-            }
+            if (ranked && member == 0) power[1][r] = own_power;
+            // Of the warp first: atomics at one address follow each other.
+            const int most = __reduce_max_sync(~0u, ranked ? __float_as_int(load) : 0);
+            const int weights = __reduce_add_sync(~0u, ranked && member == 0 ? weight : 0);
+            if (lane == 0) atomicMax(&highest[turn % 4], most), atomicAdd(&weight_sum[(turn + 1) % 4], weights);
             busy_barrier();
             const int peak = highest[turn % 4];
             if (peak < lowest) lowest = peak, best = looked_at;
@@ -262,17 +263,13 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             const int i = start + 32 * j + lane;
             pair[j] = i >= number ? -1 : start == 0 ? held[j] : out[first + i];
         }
+        int at[AT_ONCE];
         #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            if (pair[j] < 0) continue;
             const int e = (int)pair[j];
-            if (e < 0) {  // of no expert
-                out[first + start + 32 * j + lane] = -1;
-                continue;
-            }
-            int at = place[e];
-            if (at < 0) {  // the first rank whose rows, with those of the ranks before it, cover this one
-                const int k = -1 - at, nth = (int)(pair[j] >> 32) + (int)(before[e] + earlier[e]);
+            at[j] = e < 0 ? 0 : place[e];
+            if (at[j] < 0) {  // the first rank whose rows, with those of the ranks before it, cover this one
+                const int k = -1 - at[j], nth = (int)(pair[j] >> 32) + (int)(before[e] + earlier[e]);
                 const int sum = weights_of[which][k], all = total[e];
                 const i64 each = part[which][k];
                 int upto = 0, found = 0;
@@ -281,10 +278,15 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                     upto += power[which][r];
                     return nth < end_of(upto, sum, each, all);
                 });
-                at = slots[k * RANKS + found];
+                at[j] = -1 - (k * RANKS + found);
             }
-            out[first + start + 32 * j + lane] = at;
         }
+        #pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (at[j] < 0) at[j] = slots[-1 - at[j]];
+        #pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (pair[j] >= 0) out[first + start + 32 * j + lane] = (int)pair[j] < 0 ? -1 : at[j];  // -1: of no expert
     }
     cluster_wait();
 }
