@@ -58,6 +58,13 @@ class Ops(LinearOps, StreamOps, MemoryOps, AttentionOps, MoeOps, EngramOps, Draf
             for prepare, readers in PREPARED_FOR.items()
         }
 
+    def expert_views(self, experts: Prepared, slot: int) -> tuple[torch.Tensor, ...] | None:
+        """Contiguous views of all that the provider's layout keeps of the expert in ``slot``: copied as they are into
+        those of a slot elsewhere, with the same provider and sizes, they move it, as ``read_expert`` and
+        ``replace_expert`` would. None where a layout has no such views."""
+        views = getattr(experts.data[self.choices["moe_experts"]], "views", None)
+        return None if views is None else views(slot)
+
 
 OP_NAMES: tuple[str, ...] = tuple(
     name

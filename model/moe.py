@@ -70,22 +70,35 @@ class Experts(nn.Module):
 
     @property
     def expert_bytes(self) -> int:
-        """What travels when an expert does."""
+        """What travels when an expert does: as it is laid out where the provider can, which all ranks share, else as in
+        a checkpoint."""
         return sum(self._sizes)
 
     def read(self, slot: int, out: Tensor) -> None:
         """The expert in ``slot`` as bytes, uint8 [expert_bytes]."""
-        for part, piece in zip(self.ops.read_expert(self.prepared, slot), out.split(self._sizes), strict=True):
+        parts = self._views(slot) or self.ops.read_expert(self.prepared, slot)
+        for part, piece in zip(parts, out.split(self._sizes), strict=True):
             piece.copy_(part.view(torch.uint8).flatten())
 
     def write(self, slot: int, arrived: Tensor) -> None:
         """Another expert into ``slot``, from what ``read`` made of it on another rank."""
-        pieces = zip(self.parts, arrived.split(self._sizes), strict=True)
-        w13, s13, w2, s2 = (piece.view(dtype).view(shape) for (shape, dtype), piece in pieces)
+        pieces = arrived.split(self._sizes)
+        if views := self._views(slot):
+            for view, piece in zip(views, pieces, strict=True):
+                view.view(torch.uint8).flatten().copy_(piece)
+            return
+        w13, s13, w2, s2 = (
+            piece.view(dtype).view(shape) for (shape, dtype), piece in zip(self.parts, pieces, strict=True)
+        )
         self.ops.replace_expert(self.prepared, slot, w13, s13, w2, s2)
+
+    def _views(self, slot: int) -> tuple[Tensor, ...] | None:
+        return None if self.prepared is None else self.ops.expert_views(self.prepared, slot)
 
     @property
     def _sizes(self) -> list[int]:
+        if views := self._views(0):
+            return [view.nbytes for view in views]
         return [prod(shape) * dtype.itemsize for shape, dtype in self.parts]
 
     # ---- the checkpoint ----------------------------------------------------------------------------------------------

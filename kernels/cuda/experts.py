@@ -68,6 +68,12 @@ class Experts(Generic[P]):
     hidden: int
     inner: int
 
+    def views(self, slot: int) -> tuple[Tensor, ...]:
+        """``Ops.expert_views``. NaN among the scales: as with ``replace_expert``."""
+        one = slice(slot, slot + 1)
+        products = self.gate_up, self.down
+        return tuple(part[one] for product in products for part in (product.tiles, product.factors))
+
     def rows(self) -> tuple[Tensor, Tensor]:
         """int64: which row comes where in the tiles of either product."""
         device = self.down.tiles.device

@@ -67,8 +67,9 @@ def test_experts_are_in_memory_as_their_kernels_read_them_only(tiny, ops, monkey
             for at in (0, 2):
                 got = formats.mxfp4_dequant(*read[at : at + 2])
                 assert torch.equal(got, formats.mxfp4_dequant(parts[at][slot], parts[at + 1][slot]))
-            module.read(slot, packed)
-            assert torch.equal(packed, torch.cat([part.flatten().view(torch.uint8) for part in read]))
+            module.read(slot, packed)  # as it is laid out
+            views = module.ops.expert_views(module.prepared, slot)
+            assert torch.equal(packed, torch.cat([part.flatten().view(torch.uint8) for part in views]))
 
 
 def test_what_the_reference_reads_is_what_was_loaded(tiny):
@@ -90,18 +91,25 @@ def test_float32_activations_are_served_from_the_layout(tiny, ops):
 
 
 def test_an_expert_that_moved_is_the_expert(tiny, ops):
-    network, plain = loaded(tiny, ops), loaded(tiny, select("cpu", "reference"))
-    for each in (network, plain):
-        each.prepare()
-    for sender, receiver in ((network, plain), (plain, network)):  # layouts may differ between ranks
-        here, there = all_experts(sender)[1], all_experts(receiver)[1]
-        packed = torch.empty(here.expert_bytes, dtype=torch.uint8)
+    """As it is laid out, or as in a checkpoint; the same as ``replace_expert`` makes of what ``read_expert`` read."""
+    for each in (ops, select("cpu", "reference")):
+        here, there, replaced = (loaded(tiny, each) for _ in range(3))
+        for network in (here, there, replaced):
+            network.prepare()
+        here, there, replaced = (all_experts(network)[1] for network in (here, there, replaced))
+        packed, again = torch.empty(2, here.expert_bytes, dtype=torch.uint8)
         here.read(3, packed)
         there.write(0, packed)
-        for mine, theirs in zip(
-            here.ops.read_expert(here.prepared, 3), there.ops.read_expert(there.prepared, 0), strict=True
-        ):
-            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        each.replace_expert(replaced.prepared, 0, *each.read_expert(here.prepared, 3))
+        for other in (there, replaced):
+            other.read(0, again)
+            assert torch.equal(again, packed)
+            for mine, theirs in zip(
+                each.read_expert(here.prepared, 3), each.read_expert(other.prepared, 0), strict=True
+            ):
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        there.read(1, again)
+        assert not torch.equal(again, packed)
 
 
 def test_nothing_is_loaded_after_it_is_laid_out(tiny):
