@@ -20,7 +20,7 @@ from cuda_timing import graph_us, relative, sweep
 from torch import Tensor
 
 from deepinfer_plugin.kernels import Ops, select
-from deepinfer_plugin.kernels.cuda import attention, memory
+from deepinfer_plugin.kernels.cuda import attention_cpp, memory
 from deepinfer_plugin.kernels.reference import formats
 from deepinfer_plugin.kernels.reference import memory as reference_memory
 
@@ -202,7 +202,7 @@ def copy(args: dict[str, Any]) -> dict[str, Any]:
 
 def error(op: str, call: Call, reference: Ops) -> float:
     """Relative error of the result on the first rows, or the share of written numbers that differ."""
-    run = getattr(memory, op, None) or getattr(attention, op)
+    run = getattr(memory, op, None) or getattr(attention_cpp, op)
     if call.written:
         got, want = copy(call.args), copy(call.args)
         run(**got)
@@ -220,7 +220,7 @@ def error(op: str, call: Call, reference: Ops) -> float:
 
 def measure(op: str, rows: int, named: tuple[str, Call]) -> tuple[str, float, float, float, float]:
     name, call = named
-    run = getattr(memory, op, None) or getattr(attention, op)
+    run = getattr(memory, op, None) or getattr(attention_cpp, op)
     off = error(op, call, select("cuda", "reference"))
     # Page pools are large and shared: only the rest is rotated.
     pools = {key: value for key, value in call.args.items() if key in ("latent", "latent_scale")}

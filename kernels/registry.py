@@ -39,7 +39,6 @@ class Provider:
 
 _PROVIDERS: list[Provider] = [
     Provider("cuda-fast", cuda.unavailable, cuda.fast_ops, "cuda", profiles=cuda.FAST_PROFILES, special=True),
-    Provider("cuda-attention", cuda.unavailable, cuda.attention_ops, "cuda", special=True),
     Provider("cuda", cuda.unavailable, cuda.ops, "cuda", identity.check),
     Provider("blackwell", blackwell.unavailable, blackwell.ops, "cuda", identity.check, blackwell.PROFILES),
     Provider("ascend", ascend.unavailable, ascend.ops, "npu", identity.check),

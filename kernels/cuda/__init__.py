@@ -52,16 +52,6 @@ def every_fast_op() -> dict[str, Callable[..., Any]]:
     )
 
 
-def attention_ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
-    """Op -> implementation of attention in CUDA C++: faster, and only where asked for until tests/gpu/test_cuda.py has
-    run with it on a GPU."""
-    if device.type != "cuda":
-        return {}
-    from . import attention_cpp
-
-    return _by_name(attention_cpp.sparse_attention)
-
-
 def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
     """Op -> implementation; on a CPU those that Triton can interpret."""
     return every_op() if device.type == "cuda" else _triton()
@@ -110,13 +100,14 @@ def _triton() -> dict[str, Callable[..., Any]]:
 
 
 def _cpp() -> dict[str, Callable[..., Any]]:
-    from . import experts, fp8_linear, index, site, split
+    from . import attention_cpp, experts, fp8_linear, index, site, split
 
     return _by_name(
         fp8_linear.prepare_linear,
         fp8_linear.linear,
         fp8_linear.prepare_grouped,
         fp8_linear.grouped_linear,
+        attention_cpp.sparse_attention,
         index.index_scores,
         index.candidate_blocks,
         index.top_groups,

@@ -329,11 +329,6 @@ def test_slots_of_any_number_of_rows_and_in_a_graph(tables, ranks, spare, rows):
 # ---- attention at the released width ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def attending() -> Ops:
-    return select("cuda", force={"sparse_attention": "cuda-attention"})
-
-
 def attention(rows: int, heads: int, chosen: int | None, context: int = 3000, per_request: int = 4) -> dict[str, Any]:
     """A call with ``rows`` verified rows, ``per_request`` a request; NaN bytes wherever nothing may be read."""
     r = Random(rows * 1000 + heads, torch.bfloat16)
@@ -388,9 +383,9 @@ ATTENTION_ROWS = ("q", "window", "positions", "fresh", "row_slots", "window_floo
 
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("chosen", [None, 0, 12, 512, 1100])
-def test_attention_of_ragged_rows(tables, attending, heads, chosen):
+def test_attention_of_ragged_rows(tables, heads, chosen):
     """Fewer and more rows than multiprocessors, from position 0 on, batch and ring, any number of selected groups."""
-    ours, reference = attending, tables[1]
+    ours, reference = tables
     args = attention(300 if heads == 64 else 40, heads, chosen)
     assert attention_cpp.served(*(args[name] for name in ("q", "window", "ring", "latent", "latent_scale", "selected")))
     got = ours.sparse_attention(**args)
@@ -400,13 +395,17 @@ def test_attention_of_ragged_rows(tables, attending, heads, chosen):
     assert error < 5e-4, error
     again = ours.sparse_attention(**args)
     assert torch.equal(got, again)
-    first = {name: value[:4] if name in ATTENTION_ROWS and value is not None else value for name, value in args.items()}
-    assert torch.equal(ours.sparse_attention(**first), got[:4])
+    for rows in (1, 4, 39):
+        few = {
+            name: value[:rows] if name in ATTENTION_ROWS and value is not None else value
+            for name, value in args.items()
+        }
+        assert torch.equal(ours.sparse_attention(**few), got[:rows]), rows
 
 
 @pytest.mark.parametrize("where", ["q", "window", "latent"])
-def test_attention_keeps_a_nan_where_it_is(tables, attending, where):
-    ours, reference = attending, tables[1]
+def test_attention_keeps_a_nan_where_it_is(tables, where):
+    ours, reference = tables
     args = attention(40, 64, 512)
     if where == "q":
         args["q"][7, 5, 100] = torch.nan
@@ -420,8 +419,8 @@ def test_attention_keeps_a_nan_where_it_is(tables, attending, where):
     assert_close(got, want, 4)
 
 
-def test_attention_of_a_draft_block_and_of_no_key(tables, attending):
-    ours, reference = attending, tables[1]
+def test_attention_of_a_draft_block_and_of_no_key(tables):
+    ours, reference = tables
     args = attention(40, 64, None)
     args["block_future"] = 3 - args["fresh"]
     args["window_floor"] = (args["positions"] - args["fresh"] - 128).clamp(min=0)
@@ -433,9 +432,9 @@ def test_attention_of_a_draft_block_and_of_no_key(tables, attending):
     assert not got[0::2].any() and got[1::2].any()
 
 
-def test_attention_of_extreme_logits_and_sinks(tables, attending):
+def test_attention_of_extreme_logits_and_sinks(tables):
     """Logits of hundreds, a sink far above and far below them, keys of very different size."""
-    ours, reference = attending, tables[1]
+    ours, reference = tables
     args = attention(40, 64, 512)
     args["q"] *= 30
     args["sink"][::3], args["sink"][1::3] = 500.0, -torch.inf

@@ -11,7 +11,6 @@ from deepinfer_plugin.kernels.reference import OPS
 
 UNAVAILABLE = {
     "cuda-fast": "it needs an NVIDIA GPU",
-    "cuda-attention": "it needs an NVIDIA GPU",
     "cuda": "it needs an NVIDIA GPU",
     "blackwell": "it needs an NVIDIA GPU",
     "ascend": "it needs an Ascend 950",
@@ -42,7 +41,6 @@ def test_the_reference_serves_everything_on_cpu():
     assert set(select().choices.values()) == {"reference"} and tuple(select().choices) == OP_NAMES
     assert [provider.name for provider in providers()] == [
         "cuda-fast",
-        "cuda-attention",
         "cuda",
         "blackwell",
         "ascend",
@@ -96,12 +94,12 @@ def test_off_cpu_the_reference_must_be_asked_for():
     [
         (
             ("cpu", "cude"),
-            "'cude' is unknown; legal: auto, fast, cuda-fast, cuda-attention, cuda, .*, ascend-flashmla, reference",
+            "'cude' is unknown; legal: auto, fast, cuda-fast, cuda, .*, ascend-flashmla, reference",
         ),
         (("cpu", "auto", {"densee": "fast"}), "op 'densee' cannot be forced; legal: linear, dense"),
         (
             ("cpu", "auto", {"dense": "slow"}),
-            "'slow' forced for dense is unknown; legal: fast, cuda-fast, cuda-attention, cuda, .*, reference",
+            "'slow' forced for dense is unknown; legal: fast, cuda-fast, cuda, .*, reference",
         ),
         (("cpu", "auto", {"linear": "fast"}), "'fast' has no linear on cpu; legal: reference"),
         (
