@@ -1,4 +1,4 @@
-"""Launches of the products with FP8 weights (``fp8_linear.cu``), and the layout of weights they read.
+"""Launches of the products with FP8 weights (``fp8_linear.cuh``), and the layout of weights that the exact class reads.
 
 float32 activations, a profile for debugging, and weights that the kernel has no tiles for go to the Triton kernels of
 ``linear.py``.
@@ -17,44 +17,76 @@ from . import MULTIPROCESSORS, jit
 from . import linear as triton_linear
 from .jit import SHARED_BYTES
 
-ROWS, CHANNELS = 128, 64  # of a weight tile
-TILE_BYTES = ROWS * CHANNELS + 16  # with bf16 scales of 4 x 2 blocks
+ROWS = 128  # of a weight tile
+UNIT = 128  # channels, which no split divides
 WIDTHS = (8, 16, 32, 64, 96, 128, 192, 256)  # tokens of a piece
 SHORTEST_SPLIT = 512  # channels
 MANY_ROWS = 1024  # beyond, a block adds the splits of its tile itself instead of sending them through memory
-LOOPS_WIDTH = 192  # then: two sums in registers
+
+
+@dataclass(frozen=True)
+class Class:
+    """What a class makes of 128 weight rows x some channels, and of the tokens beside them."""
+
+    file: str
+    channels: int
+    tile_bytes: int  # with scales
+    token_bytes: int
+    loops_width: int  # tokens of a piece where splits are added in registers: two sums
+    most_splits: int = MULTIPROCESSORS
+    columns: int = WIDTHS[-1]  # that are multiplied at a time, if fewer
+    deep: int = 0  # a stage of up to so many tokens has two tiles
+    swizzled: bool = False
+
+
+EXACT = Class("fp8_linear.cu", 64, ROWS * 64 + 16, 128, loops_width=192, deep=64)  # bf16 scales of 4 x 2 blocks
+CHANNELS, TILE_BYTES = EXACT.channels, EXACT.tile_bytes
 
 
 @dataclass(frozen=True)
 class Weight:
-    """tiles: uint8 [groups, blocks of 128 outputs, tiles of 64 channels, TILE_BYTES]."""
+    """tiles: uint8 [groups, blocks of 128 outputs, tiles of channels, bytes of a tile]."""
 
     tiles: Tensor
     groups: int
     outputs: int  # of a group
     channels: int
+    kind: Class = EXACT
 
     @property
     def splits(self) -> int:
         """Parts that the sum over channels has: as many as fill the GPU, by shape alone."""
-        blocks, tiles = self.groups * self.tiles.shape[1], self.tiles.shape[2]
-        asked = max(1, min(MULTIPROCESSORS // blocks, self.channels // SHORTEST_SPLIT))
-        return -(-tiles // -(-tiles // asked))  # none of them empty
+        blocks, units = self.groups * self.tiles.shape[1], -(-self.channels // UNIT)
+        asked = max(1, min(MULTIPROCESSORS // blocks, self.channels // SHORTEST_SPLIT, self.kind.most_splits))
+        return -(-units // -(-units // asked))  # none of them empty
+
+    def width(self, rows: int) -> int:
+        """Tokens of a piece: as many as there are, or half of them where that keeps twice as many blocks busy."""
+        blocks = self.groups * 2 * -(-self.tiles.shape[1] // 2)
+        if 128 < rows <= 256 and 2 * blocks * self.splits <= MULTIPROCESSORS:
+            rows = -(-rows // 2)
+        return next((width for width in WIDTHS if width >= rows), WIDTHS[-1])
 
 
 class Kernels(NamedTuple):
     product: jit.Kernel
     arrange: jit.Kernel
     reduce: jit.Kernel
+    depth: int  # tiles of a stage
     shared: int  # bytes of dynamic shared memory of the product
 
 
 @functools.cache
-def kernels(width: int, loops: bool) -> Kernels:
-    stage = -(-(width * CHANNELS * 2 + TILE_BYTES) // 128) * 128
-    stages = min(12, (SHARED_BYTES - 512) // stage)
-    product = jit.kernel("fp8_linear.cu", "product", (width,), WIDTH=width, STAGES=stages, LOOPS=int(loops))
-    return Kernels(product, jit.kernel_like(product, "arrange"), jit.kernel_like(product, "reduce"), stages * stage)
+def kernels(kind: Class, width: int, loops: bool, mapped: bool) -> Kernels:
+    aligned, depth = 1024 if mapped or kind.swizzled else 128, 2 if width <= kind.deep else 1
+    tokens = -(-width * kind.token_bytes * depth // aligned) * aligned
+    stage = tokens + -(-kind.tile_bytes * depth // aligned) * aligned
+    stages = min(12, (SHARED_BYTES - 512 - aligned) // stage)
+    columns = width if width <= kind.columns else width // 2
+    product = jit.kernel(kind.file, "product", (columns,), WIDTH=width, COLUMNS=columns, STAGES=stages, DEPTH=depth,
+                         LOOPS=int(loops), MAPPED=int(mapped))  # fmt: skip
+    arrange, reduce = (jit.kernel_like(product, entry) for entry in ("arrange", "reduce"))
+    return Kernels(product, arrange, reduce, depth, stages * stage + aligned)
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
@@ -64,7 +96,7 @@ def pack(weight: Tensor, scale: Tensor, groups: int) -> Weight:
     """weight e4m3 [groups * N, K], scale UE8M0 [groups * N / 32, K / 32]; N a multiple of 32 unless it is one group."""
     rows, k = weight.shape
     outputs = rows // groups
-    blocks, tiles = -(-outputs // ROWS), -(-k // CHANNELS)
+    blocks, tiles = -(-outputs // ROWS), -(-k // UNIT) * (UNIT // CHANNELS)
     packed = torch.empty(groups, blocks, tiles, TILE_BYTES, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:  # only shapes are asked for
         return Weight(packed, groups, outputs, k)
@@ -107,28 +139,33 @@ def unpack(weight: Weight) -> triton_linear.Weight:
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 
-def _multiply(x: Tensor, weight: Weight, cast: bool) -> Tensor:
-    """x bf16 [T, groups * K], cast FP8/32 or as it is, -> bf16 [T, groups * N]."""
+def multiply(x: Tensor, weight: Weight, cast: bool) -> Tensor:
+    """x bf16 [T, groups * K], cast FP8/32 or (exact class) as it is, -> bf16 [T, groups * N]."""
     rows, columns = x.shape[0], weight.groups * weight.outputs
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
     if not rows or not columns:
         return out
     x = jit.aligned(x)
     groups, blocks, tiles, _ = weight.tiles.shape
-    splits = weight.splits
+    splits, kind = weight.splits, weight.kind
     loops = splits > 1 and rows > MANY_ROWS
-    width = LOOPS_WIDTH if loops else next((width for width in WIDTHS if width >= rows), WIDTHS[-1])
-    product, arrange, reduce, shared = kernels(width, loops)
+    width = kind.loops_width if loops else weight.width(rows)
+    mapped = not cast and weight.channels % UNIT == 0
+    product, arrange, reduce, depth, shared = kernels(kind, width, loops, mapped)
     pieces, parts = -(-rows // width), 1 if loops else splits
-    arranged = torch.empty(groups, tiles, pieces * width, CHANNELS, dtype=x.dtype, device=x.device)
-    arrange.launch((-(-rows // 8), -(-tiles // 8), groups), 256, 0, x, arranged, rows, pieces * width, weight.channels,
-                   int(cast), overlap=True)  # fmt: skip
-    sums = torch.empty(
-        (parts, pieces * groups * blocks * ROWS * width) if parts > 1 else 0, dtype=torch.float32, device=x.device
-    )
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    tokens: Tensor | jit.Boxes = jit.Boxes(x, width * depth // 2, kind.channels)
+    if not mapped:
+        tokens = empty(groups, tiles, pieces * width * kind.token_bytes, dtype=torch.uint8)
+        arrange.launch((-(-rows // 8), -(-tiles // 8), groups), 256, 0, x, tokens, rows, pieces * width,
+                       weight.channels, int(cast), overlap=True)  # fmt: skip
+    sums = empty(parts if parts > 1 else 0, pieces * groups * blocks * ROWS * width, dtype=torch.float32)
     grid = 2 * min(jit.multiprocessors(x.device) // 2, pieces * groups * -(-blocks // 2) * parts)
-    product.launch((grid,), 384, shared, weight.tiles, arranged, out, sums, rows, weight.outputs, groups, blocks, tiles,
-                   splits, overlap=True)  # fmt: skip
+    product.launch((grid,), 384, shared, weight.tiles, tokens, out, sums, rows, weight.outputs, groups, blocks,
+                   tiles // depth, splits, overlap=True)  # fmt: skip
     if parts > 1:
         reduce.launch((groups * blocks * 2, pieces, width // 8), 128, 0, sums, out, rows, weight.outputs, groups,
                       blocks, splits, overlap=True)  # fmt: skip
@@ -145,22 +182,26 @@ def prepare_linear(weight: Tensor, scale: Tensor) -> Weight | triton_linear.Weig
 def linear(x: Tensor, weight: Weight | triton_linear.Weight) -> Tensor:
     if isinstance(weight, triton_linear.Weight) or x.dtype == torch.float32:
         return triton_linear.linear(x, _triton(weight))
-    return _multiply(x.contiguous(), weight, cast=True)
+    return multiply(x.contiguous(), weight, cast=True)
 
 
 def prepare_grouped(weight: Tensor, scale: Tensor, groups: int) -> Weight | triton_linear.Weight:
+    if tileable(weight, groups):
+        return pack(weight, scale, groups)
+    if groups == 1:
+        return triton_linear.prepare_linear(weight, scale)
+    return triton_linear.prepare_grouped(weight, scale, groups)
+
+
+def tileable(weight: Tensor, groups: int) -> bool:
     outputs = weight.shape[0] // groups
-    if not outputs or outputs % 4 or (groups > 1 and outputs % 32):
-        if groups == 1:
-            return triton_linear.prepare_linear(weight, scale)
-        return triton_linear.prepare_grouped(weight, scale, groups)
-    return pack(weight, scale, groups)
+    return outputs > 0 and outputs % 4 == 0 and (groups == 1 or outputs % 32 == 0)
 
 
 def grouped_linear(o: Tensor, weight: Weight | triton_linear.Weight, fp8: bool) -> Tensor:
     if isinstance(weight, triton_linear.Weight) or o.dtype == torch.float32:
         return triton_linear.grouped_linear(o, _triton(weight), fp8)
-    out = _multiply(o.contiguous().flatten(1), weight, cast=fp8)
+    out = multiply(o.contiguous().flatten(1), weight, cast=fp8)
     return triton_linear.round_trip(out) if fp8 else out
 
 

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,29 @@ __device__ __forceinline__ void {name}{n}(float (&d)[{count}], {
     )
 
 
+class Boxes(NamedTuple):
+    """A kernel's argument: the tensor map of a bf16 matrix [rows, columns], to be copied in boxes whose rows are 128
+    bytes and swizzled. Rows that are not there are zeros."""
+
+    matrix: Tensor
+    rows: int  # of a box
+    columns: int
+
+    def encoded(self) -> Any:
+        from cuda.bindings import driver
+
+        rows, columns = self.matrix.shape
+        return _ok(driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, self.matrix.data_ptr(),
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)], [driver.cuuint64_t(2 * columns)],
+            [driver.cuuint32_t(self.columns), driver.cuuint32_t(self.rows)], [driver.cuuint32_t(1)] * 2,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ))  # fmt: skip
+
+
 class Kernel:
     """One entry of a compiled source. Loaded on each device at its first launch there."""
 
@@ -101,7 +124,12 @@ class Kernel:
         self._functions: dict[int, Any] = {}
 
     def launch(
-        self, grid: tuple[int, ...], threads: int, shared: int, *args: Tensor | int | float, overlap: bool = False
+        self,
+        grid: tuple[int, ...],
+        threads: int,
+        shared: int,
+        *args: Tensor | Boxes | int | float,
+        overlap: bool = False,
     ) -> None:
         """Launch on the current stream. Tensors are passed as pointers, ints as ``long long``, floats as ``float``.
 
@@ -125,8 +153,7 @@ class Kernel:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _ok(driver.cuFuncSetAttribute(function, limit, shared))
             self._functions[device] = function  # complete: another thread may use it from here on
-        values = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
-        types = tuple(map(_c_type, args))
+        values, types = zip(*map(_passed, args), strict=True)
         stream = torch.cuda.current_stream().cuda_stream
         sizes = (*grid, 1, 1)[:3]
         if not overlap:
@@ -143,10 +170,13 @@ class Kernel:
         _ok(driver.cuLaunchKernelEx(config, function, (values, types), 0))
 
 
-def _c_type(arg: Tensor | int | float) -> type:
+def _passed(arg: Tensor | Boxes | int | float) -> tuple[Any, type | None]:
+    """As the driver's bindings take it, with its type in C."""
+    if isinstance(arg, Boxes):
+        return arg.encoded(), None  # has the address itself
     if isinstance(arg, Tensor):
-        return ctypes.c_void_p
-    return ctypes.c_float if isinstance(arg, float) else ctypes.c_longlong
+        return arg.data_ptr(), ctypes.c_void_p
+    return arg, ctypes.c_float if isinstance(arg, float) else ctypes.c_longlong
 
 
 _instead: Callable[[Source], None] | None = None

@@ -54,15 +54,25 @@ SHAPES += [
 ]
 SHAPES += [
     ("attention", attention_cpp.KERNEL),
-    ("linear, few rows", fp8_linear.kernels(8, False).product),
-    ("linear, decode", fp8_linear.kernels(256, False).product),
     ("slots, eight ranks", split.kernel(384, 32, 8)),
     ("slots, many ranks", split.kernel(384, 128, 128)),
-    ("linear, prefill", fp8_linear.kernels(fp8_linear.LOOPS_WIDTH, True).product),
 ]
 SHAPES += [("site", site.kernels(5120, True)[0]), ("site, first", site.kernels(5120, False)[0])]
+for name, kind, mapped in (
+    ("linear", fp8_linear.EXACT, False),
+    ("linear without a cast", fp8_linear.EXACT, True),
+):
+    SHAPES += [
+        (f"{name}, few rows", fp8_linear.kernels(kind, 8, False, mapped).product),
+        (f"{name}, decode", fp8_linear.kernels(kind, 256, False, mapped).product),
+        (f"{name}, prefill", fp8_linear.kernels(kind, kind.loops_width, True, mapped).product),
+    ]
 # Two sums in registers: what does not fit is kept from one split to the next, outside of the loop over channels.
-MOST_SPILLED = {"linear, prefill": 256, "experts, fast, many tokens": 32}
+MOST_SPILLED = {
+    "linear, prefill": 256,
+    "linear without a cast, prefill": 256,
+    "experts, fast, many tokens": 32,
+}
 # Shared memory of a token in a stage: 128 channels.
 TOKEN_BYTES = {"experts.cu": 256, "experts_fp8.cu": 128 + 4}
 
@@ -84,8 +94,9 @@ def test_compiles_for_hopper(name, kernel):
         dynamic = macros["STAGES"] * (tiles * 4352 + macros["NMAX"] * token)
     elif kernel.source.file == "split.cu":
         dynamic = split.shared_bytes(macros["EXPERTS"])
-    elif kernel.source.file == "fp8_linear.cu":
-        dynamic = fp8_linear.kernels(macros["WIDTH"], bool(macros["LOOPS"])).shared
+    for kind in (fp8_linear.EXACT,):
+        if kernel.source.file == kind.file:
+            dynamic = fp8_linear.kernels(kind, macros["WIDTH"], bool(macros["LOOPS"]), bool(macros["MAPPED"])).shared
     assert max(static, default=0) + dynamic <= jit.SHARED_BYTES, "what a block of Hopper has"
 
 
@@ -394,8 +405,9 @@ def test_splits_follow_the_shape_and_none_is_empty():
     for outputs, channels in [(512, 5120), (1792, 5120), (32768, 1280), (5120, 8192), (5120, 2304), (96, 32)]:
         tiles = torch.empty(1, -(-outputs // 128), -(-channels // 64), 0)
         splits = fp8_linear.Weight(tiles, 1, outputs, channels).splits
-        chunk = -(-tiles.shape[2] // splits)
-        assert (splits - 1) * chunk < tiles.shape[2] <= splits * chunk
+        units = -(-channels // 128)
+        chunk = -(-units // splits)
+        assert (splits - 1) * chunk < units <= splits * chunk
         assert splits == 1 or splits * tiles.shape[1] <= 132
 
 
