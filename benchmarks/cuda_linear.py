@@ -3,9 +3,10 @@
     python benchmarks/cuda_linear.py [--rows 8,64,256,4096] [--json FILE]
 
 cuBLAS multiplies by bf16 weights of the same shape (twice the memory) and does not cast its input, which ours does. us:
-medians of CUDA-graph replays over weights that rotate through more than the L2 cache; floor: the larger of bytes over
-4.3 TB/s and operations over 790 TFLOP/s (bf16), both measured on an H200. error: of ours, against the reference
-provider on the same inputs (up to 300 rows).
+medians of CUDA-graph replays over weights that rotate through more than the L2 cache; fast: of profile deepinfer, where
+wo_a's input and result are cast too; floor: the larger of bytes over 4.3 TB/s and operations over 790 TFLOP/s (bf16),
+both measured on an H200. error: of ours and of fast, against the reference provider on the same inputs (up to 300
+rows).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def prepare(ops: Ops, raw: tuple[Tensor, Tensor], groups: int) -> Prepared:
     return ops.prepare_linear(*raw) if groups == 1 else ops.prepare_grouped(*raw, groups)
 
 
-def product(ops: Ops, x: Tensor, prepared: Prepared) -> Tensor:
+def product(ops: Ops, x: Tensor, prepared: Prepared, fp8: bool = False) -> Tensor:
     """x [T, groups, K] -> [T, groups * N]."""
-    return ops.linear(x[:, 0], prepared) if x.shape[1] == 1 else ops.grouped_linear(x, prepared, False)
+    return ops.linear(x[:, 0], prepared) if x.shape[1] == 1 else ops.grouped_linear(x, prepared, fp8)
 
 
 @torch.inference_mode()
@@ -57,29 +58,36 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    ops, reference, found = select("cuda"), select("cuda", "reference"), []
+    ops, fast, reference = select("cuda"), select("cuda", profile="deepinfer"), select("cuda", "reference")
+    found = []
     print(machine())
-    print(f"{'product':>12} {'rows':>5} {'ours':>8} {'cuBLAS':>8} {'x':>5} {'floor':>8} {'x floor':>8} error")
+    print(f"{'product':>12} {'rows':>5} {'ours':>8} {'fast':>8} {'cuBLAS':>8} {'floor':>8} {'x floor':>8} errors")
     for name, (groups, outputs, channels) in SHAPES.items():
         size = groups * outputs * channels
         raw = [weight(groups * outputs, channels) for _ in range(max(2, min(24, ROTATED_BYTES // size)))]
         prepared = [(prepare(ops, each, groups),) for each in raw]
+        prepared_fast = [(prepare(fast, each, groups),) for each in raw]
         expanded = [(torch.randn(groups, channels, outputs, device="cuda", dtype=torch.bfloat16),) for _ in raw]
         for rows in map(int, args.rows.split(",")):
             x = torch.randn(rows, groups, channels, device="cuda", dtype=torch.bfloat16)
             by_group = x.transpose(0, 1).contiguous()
             ours = graph_us(lambda w: product(ops, x, w), prepared)  # noqa: B023
             cublas = graph_us(lambda w: torch.bmm(by_group, w), expanded)  # noqa: B023
-            floor, error = floor_us(size, 2 * size * rows), float("nan")
+            fp8 = graph_us(lambda w: product(fast, x, w, True), prepared_fast)  # noqa: B023
+            floor, errors = floor_us(size, 2 * size * rows), [float("nan")] * 2
             if rows <= CHECKED_ROWS:
-                want = product(reference, x, prepare(reference, raw[0], groups))
-                error = relative(product(ops, x, prepared[0][0]), want)
+                right = prepare(reference, raw[0], groups)
+                errors = [
+                    relative(product(table, x, weights[0][0], cast), product(reference, x, right, cast))
+                    for table, weights, cast in ((ops, prepared, False), (fast, prepared_fast, True))
+                ]
             found.append(
-                {"product": name, "rows": rows, "ours_us": ours, "cublas_us": cublas, "floor_us": floor, "error": error}
-            )
+                {"product": name, "rows": rows, "ours_us": ours, "fast_us": fp8, "cublas_us": cublas,
+                 "floor_us": floor, "errors": errors}
+            )  # fmt: skip
             print(
-                f"{name:>12} {rows:>5} {ours:>8.1f} {cublas:>8.1f} {cublas / ours:>5.2f} {floor:>8.1f} "
-                f"{ours / floor:>8.2f} {error:.0e}",
+                f"{name:>12} {rows:>5} {ours:>8.1f} {fp8:>8.1f} {cublas:>8.1f} {floor:>8.1f} {ours / floor:>8.2f} "
+                + " ".join(f"{error:.0e}" for error in errors),
                 flush=True,
             )
     if args.json:

@@ -36,7 +36,8 @@ def unserved(device: torch.device, capability: str, served: Callable[[tuple[int,
     return None
 
 
-FAST_PROFILES = {"moe_experts": ("deepinfer",)}  # op -> profiles; FP8 tensor cores are not what others ask for
+# Op -> profiles; FP8 tensor cores are not what others ask for.
+FAST_PROFILES = dict.fromkeys(("linear", "grouped_linear", "moe_experts"), ("deepinfer",))
 
 
 def fast_ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
@@ -45,10 +46,17 @@ def fast_ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
 
 
 def every_fast_op() -> dict[str, Callable[..., Any]]:
-    from . import experts_fp8
+    from . import experts_fp8, fp8_linear_fast
 
     return _by_name(
-        experts_fp8.prepare_experts, experts_fp8.replace_expert, experts_fp8.read_expert, experts_fp8.moe_experts
+        fp8_linear_fast.prepare_linear,
+        fp8_linear_fast.linear,
+        fp8_linear_fast.prepare_grouped,
+        fp8_linear_fast.grouped_linear,
+        experts_fp8.prepare_experts,
+        experts_fp8.replace_expert,
+        experts_fp8.read_expert,
+        experts_fp8.moe_experts,
     )
 
 

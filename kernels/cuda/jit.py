@@ -64,9 +64,9 @@ class Source:
 def wgmma(n: int) -> str:
     """C++ of the instructions d[64, n] (+)= a[64, k] times b[k, n], float32 sums, 32 bytes of a row a step.
 
-    bf16 (k = 16) ``wgmma_n*`` and e4m3 (k = 32) ``wgmma_fp8_n*`` take a from registers, ``wgmma_shared_n*`` (bf16) from
-    shared memory; b is in shared memory, along k, or along n for ``wgmma_across_n*`` (bf16, a from registers). The
-    operand list grows with n, which no template can write.
+    bf16 (k = 16) ``wgmma_n*`` and e4m3 (k = 32) ``wgmma_fp8_n*`` take a from registers, ``wgmma_shared_n*`` (bf16) and
+    ``wgmma_fp8_shared_n*`` from shared memory; b is in shared memory, along k, or along n for ``wgmma_across_n*``
+    (bf16, a from registers). The operand list grows with n, which no template can write.
     """
     count = n // 2
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -77,6 +77,7 @@ def wgmma(n: int) -> str:
         ("wgmma_across_n", "k16.f32.bf16.bf16", 4, ", 1, 1, 1"),
         ("wgmma_shared_n", "k16.f32.bf16.bf16", 0, ", 1, 1, 0, 0"),
         ("wgmma_fp8_n", "k32.f32.e4m3.e4m3", 4, ", 1, 1"),
+        ("wgmma_fp8_shared_n", "k32.f32.e4m3.e4m3", 0, ", 1, 1"),
     )
     return "".join(
         f"""

@@ -23,6 +23,7 @@ from deepinfer_plugin.kernels.cuda import (
     experts,
     experts_fp8,
     fp8_linear,
+    fp8_linear_fast,
     index,
     jit,
     linear,
@@ -61,6 +62,7 @@ SHAPES += [("site", site.kernels(5120, True)[0]), ("site, first", site.kernels(5
 for name, kind, mapped in (
     ("linear", fp8_linear.EXACT, False),
     ("linear without a cast", fp8_linear.EXACT, True),
+    ("linear, fast", fp8_linear_fast.FAST, False),
 ):
     SHAPES += [
         (f"{name}, few rows", fp8_linear.kernels(kind, 8, False, mapped).product),
@@ -94,7 +96,7 @@ def test_compiles_for_hopper(name, kernel):
         dynamic = macros["STAGES"] * (tiles * 4352 + macros["NMAX"] * token)
     elif kernel.source.file == "split.cu":
         dynamic = split.shared_bytes(macros["EXPERTS"])
-    for kind in (fp8_linear.EXACT,):
+    for kind in (fp8_linear.EXACT, fp8_linear_fast.FAST):
         if kernel.source.file == kind.file:
             dynamic = fp8_linear.kernels(kind, macros["WIDTH"], bool(macros["LOOPS"]), bool(macros["MAPPED"])).shared
     assert max(static, default=0) + dynamic <= jit.SHARED_BYTES, "what a block of Hopper has"
@@ -401,10 +403,46 @@ def test_packed_fp8_weights_are_the_weights(groups, outputs, channels):
         assert tiles[tuple(at)] == want_code, at
 
 
-def test_splits_follow_the_shape_and_none_is_empty():
+@pytest.mark.parametrize(("groups", "outputs", "channels"), [(1, 128, 128), (1, 100, 96), (1, 300, 320), (3, 160, 64)])
+def test_packed_weights_of_the_fast_class(groups, outputs, channels):
+    """Where the tensor cores look for a value, and what 32 x 128 values under one scale have lost."""
+    generator = torch.Generator().manual_seed(outputs)
+    rows, per_group = groups * outputs, -(-outputs // 32)
+    codes = torch.randint(127, (rows, channels), dtype=torch.uint8, generator=generator)
+    codes |= torch.randint(2, codes.shape, dtype=torch.uint8, generator=generator) << 7
+    scale = torch.randint(100, 112, (-(-rows // 32), channels // 32), dtype=torch.uint8, generator=generator)
+    codes[5, 7] = 127  # NaN
+    scale = scale.view(torch.float8_e8m0fnu)
+    packed = fp8_linear_fast.pack(codes.view(torch.float8_e4m3fn), scale, groups)
+    blocks, tiles = packed.tiles.shape[1:3]
+    sixteens = packed.tiles[..., : 128 * 128].reshape(groups, blocks, tiles, 8, 2, 8, 8, 16)
+    sixteens = torch.stack([sixteens[..., r, torch.arange(8) ^ r, :] for r in range(8)], 5)  # piece p is at p ^ row
+    at = torch.arange(16)  # an output's row there: a lane stores four in a row
+    row = 2 * (at // 4) + at % 2
+    fields = sixteens.permute(0, 1, 3, 4, 5, 2, 6, 7)[:, :, :, at % 4 // 2, row]
+    got = fields.reshape(groups, blocks * 128, tiles * 128).view(torch.float8_e4m3fn).double()
+    common = packed.tiles[..., 128 * 128 :].contiguous().view(torch.float32).transpose(2, 3)
+    common = common.reshape(groups, blocks * 4, tiles).double()
+    each = common.repeat_interleave(32, 1).repeat_interleave(128, 2)
+    got = (got * each)[:, :outputs, :channels]
+    spread = scale.float().double()[: groups * per_group].view(groups, per_group, -1)
+    spread = spread.repeat_interleave(32, 1).repeat_interleave(32, 2)[:, :outputs]
+    want = codes.view(torch.float8_e4m3fn).double().view(groups, outputs, channels) * spread
+    spoiled = want.isnan().view(groups, outputs, channels).nonzero()[0]
+    assert common[spoiled[0], spoiled[1] // 32, spoiled[2] // 128].isnan() and common.isnan().sum() == 1
+    known, each = ~got.isnan(), each[:, :outputs, :channels]
+    assert (want.abs() <= 448 * each)[known].all()
+    distance = ((got - want).abs() / each)[known]
+    assert 0 < distance.max() <= 2.0**-10
+    same = (want.abs() >= 2.0**-6 * each)[known]
+    assert (distance[same] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [fp8_linear.EXACT, fp8_linear_fast.FAST], ids=["exact", "fast"])
+def test_splits_follow_the_shape_and_none_is_empty(kind):
     for outputs, channels in [(512, 5120), (1792, 5120), (32768, 1280), (5120, 8192), (5120, 2304), (96, 32)]:
-        tiles = torch.empty(1, -(-outputs // 128), -(-channels // 64), 0)
-        splits = fp8_linear.Weight(tiles, 1, outputs, channels).splits
+        tiles = torch.empty(1, -(-outputs // 128), -(-channels // kind.channels), 0)
+        splits = fp8_linear.Weight(tiles, 1, outputs, channels, kind).splits
         units = -(-channels // 128)
         chunk = -(-units // splits)
         assert (splits - 1) * chunk < units <= splits * chunk
