@@ -11,7 +11,7 @@ BLOCKS, THREADS = 8, 512  # of a cluster, as in split.cu
 
 
 def kernel(experts: int, shared: int, ranks: int, arch: str = jit.ARCH) -> jit.Kernel:
-    """It uses no instruction of one GPU, so it also runs on others than Hopper."""
+    """Clusters are all that it asks of a GPU, so it runs on Blackwell too."""
     return jit.kernel("split.cu", "assign_slots", arch=arch, EXPERTS=experts, SHARED=shared, RANKS=ranks)
 
 
