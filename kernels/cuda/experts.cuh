@@ -307,7 +307,8 @@ template <bool GATED> struct Operands {
 // An increment, because the compiler would share the result of an addition within the warp, and wait for it at once.
 __device__ __forceinline__ int draw(int* drawn) {
     int index;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(index) : "l"(drawn) : "memory");
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(index) : "l"(drawn), "r"(0x7FFFFFFF) : "memory");
     return index;
 }
 
