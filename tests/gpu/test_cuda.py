@@ -3,6 +3,7 @@ tokens an expert, long contexts, large page ids, graph capture, poisoned outputs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -340,6 +341,39 @@ def test_slots_of_any_number_of_rows_and_in_a_graph(tables, ranks, spare, rows):
     graph.replay()
     for found, right in zip(out, reference.assign_slots(ids, *tables_, 12), strict=True):
         assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("profile", ["model", "deepinfer"])
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_experts_that_follow_each_other_wait(profile, tokens):
+    """Their kernels overlap, most of all in a graph: four layers in a row, each of which reads what the one before
+    made, have the bits they have one at a time."""
+    ops = select("cuda", profile=profile)
+    count, hidden, inner, topk = 11, 320, 288, 4
+    layers = [ops.prepare_experts(*experts(count, hidden, inner)) for _ in range(4)]
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    chosen = [torch.rand(tokens, count + 3, device="cuda").topk(topk, -1).indices for _ in layers]
+    chosen = [torch.where(ids < count, ids, -1) for ids in chosen]
+    weights = torch.rand(tokens, topk, device="cuda")
+
+    def step(pause: Callable[[], None]) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        for layer, ids in zip(layers, chosen, strict=True):
+            rows = outputs[-1].to(x.dtype) if outputs else x
+            outputs.append(ops.moe_experts(rows, weights, ids, layer, 10.0))
+            pause()
+        return outputs
+
+    alone = step(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step(lambda: None)
+    for _ in range(5):
+        for output in outputs:
+            output.fill_(torch.nan)
+        graph.replay()
+        for output, want in zip(outputs, alone, strict=True):
+            assert torch.equal(output, want)
 
 
 # ---- attention at the released width ---------------------------------------------------------------------------------
