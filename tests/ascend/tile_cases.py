@@ -19,6 +19,7 @@ from deepinfer_plugin.kernels.ascend.tiles import (
     engram_gather,
     engram_hash,
     expand,
+    experts,
     index_scores,
     markov,
     mix,
@@ -77,6 +78,11 @@ def attended(r: int, h: int, d: int, length: int, g: int, k: int) -> tuple[Tenso
     latents = e(7, g, d // 8, dtype=I32), e(7, g, d // 64, dtype=I32), e(3, 4, dtype=I64), e(r, dtype=I64)
     chosen = e(r, k, dtype=I64), e(r, dtype=I32)
     return e(r, h, d), *packed, *latents, *chosen, *(e(r, dtype=I64) for _ in range(6)), e(h, dtype=F32), e(r, h, d)
+
+
+def grouped(a: int, m: int, k: int, n: int) -> tuple[Tensor, ...]:
+    weights = e(5, n, k // 8, dtype=I32), e(5, n, k // 128, dtype=I32)
+    return e(a, m, k), *weights, e(a, dtype=I64), e(1, dtype=I32), e(a, m, n)
 
 
 CASES = {
@@ -240,6 +246,20 @@ CASES = {
         attended,
         {"h": 64, "d": 512, "length": 134, "g": 1, "k": 1},
         {"h": 32, "d": 128, "length": 38, "g": 1, "k": 1},
+    ),
+    "moe_experts": TileCase(
+        "moe_experts",
+        experts.grouped,
+        grouped,
+        {"m": experts.FEW, "k": 5120, "n": 4608},
+        {"m": experts.FEW, "k": 256, "n": 128},
+    ),
+    "moe_experts many": TileCase(  # the other product, of many rows
+        "moe_experts",
+        experts.grouped,
+        grouped,
+        {"m": experts.MANY, "k": 2304, "n": 5120},
+        {"m": experts.MANY, "k": 256, "n": 64},
     ),
     "markov": TileCase(
         "markov",

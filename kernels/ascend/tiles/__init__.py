@@ -37,6 +37,7 @@ ACTIVATION: Mapping[str, int | None] = {
     "top_groups": 0,
     "sparse_attention": 0,
     "swiglu": 0,
+    "moe_experts": 0,
     "engram_hash": None,
     "engram_gather": 3,
     "engram_gate": 0,
@@ -65,6 +66,7 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         engram_gather,
         engram_hash,
         expand,
+        experts,
         index_scores,
         markov,
         mix,
@@ -96,13 +98,17 @@ def ops(device: torch.device) -> Mapping[str, Callable[..., Any]]:
         top_groups.top_groups,
         sparse_attention.sparse_attention,
         swiglu.swiglu,
+        experts.moe_experts,
         engram_hash.engram_hash,
         engram_gather.engram_gather,
         engram_gate.engram_gate,
         markov.markov,
         confidence.confidence,
     )
-    return {function.__name__: _bf16_only(function) for function in functions} | {"prepare_dense": markov.prepare_dense}
+    layouts = (markov.prepare_dense, experts.prepare_experts, experts.replace_expert, experts.read_expert)
+    return {function.__name__: _bf16_only(function) for function in functions} | {
+        function.__name__: function for function in layouts
+    }
 
 
 def _bf16_only(function: Callable[..., Any]) -> Callable[..., Any]:

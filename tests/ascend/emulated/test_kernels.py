@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer_plugin.kernels import reference
 from deepinfer_plugin.kernels.ascend.tiles import (
     candidate_blocks,
+    experts,
     index_scores,
     markov,
     mix,
@@ -21,6 +22,7 @@ from deepinfer_plugin.kernels.ascend.tiles import (
 from deepinfer_plugin.kernels.reference import formats
 
 from ...kernels.cases import Random, make
+from .. import documented
 from ..emitted import source
 from ..tile_cases import CASES
 from .emulate import run
@@ -403,6 +405,55 @@ def test_few_heads_are_padded(attended, name):
     close(sparse_attention.sparse_attention(**case.args), OPS["sparse_attention"](**case.args))
 
 
+@pytest.fixture
+def grouped(monkeypatch):
+    """The product of experts on the host; what is plain around it with torch_npu's ops as documented."""
+    kernel, made = experts.grouped, {}
+
+    def run_grouped(*tensors: Tensor, **constants) -> None:
+        shape, (count, outputs, _) = tensors[0].shape, tensors[1].shape
+        if shape[1:] not in made:
+            empty = [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
+            made[shape[1:]] = source(kernel, *empty, **constants)
+        counts = {"A": shape[0], "E": count, "N": outputs}
+        run(made[shape[1:]], dict(zip(names(kernel), tensors, strict=True)), counts, cores=32)
+
+    monkeypatch.setattr(experts, "grouped", run_grouped)
+    with documented.installed():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "count", "hidden", "inner"),
+    [(3, 2, 2, 5120, 2304), (7, 3, 6, 256, 128), (60, 3, 4, 256, 384)],
+    ids=["released", "small", "small many"],
+)
+def test_moe_experts(draw, grouped, tokens, choices, count, hidden, inner):
+    w13, s13, w2, s2 = *draw.mxfp4(count, 2 * inner, hidden), *draw.mxfp4(count, hidden, inner)
+    ids = torch.stack([torch.randperm(count, generator=draw.generator)[:choices] for _ in range(tokens)])
+    ids[1], ids[2, 0] = -1, -1  # experts of other ranks
+    x, weights = draw.normal(tokens, hidden), torch.rand(tokens, choices, generator=draw.generator)
+    if hidden < 5120:
+        x[2, 5] = torch.nan
+        s13.view(torch.uint8)[1, 3, 0] = 255
+    args = (w13, s13, w2, s2)
+    got = experts.moe_experts(x, weights, ids, experts.prepare_experts(*args), 10.0)
+    want = OPS["moe_experts"](x, weights, ids, OPS["prepare_experts"](*args), 10.0)
+    assert torch.equal(got.isnan(), want.isnan()) and got.isnan().any() == (hidden < 5120)
+    assert not got[1].any(), "no expert here"
+    # Terms are rounded to bf16 before they are added.
+    bound = 2.0**-7 * want.abs().nan_to_num().amax(1, keepdim=True)
+    assert ((got - want).abs().nan_to_num() <= bound).all() and (got == want)[~want.isnan()].float().mean() > 0.9
+
+
+def test_experts_are_kept_as_they_are_given(draw):
+    given = *draw.mxfp4(3, 256, 128), *draw.mxfp4(3, 128, 128)
+    prepared = experts.prepare_experts(*(part.clone() for part in given))
+    experts.replace_expert(prepared, 2, *experts.read_expert(prepared, 0))
+    for part, original in zip(experts.read_expert(prepared, 2), given, strict=True):
+        assert torch.equal(part.view(torch.uint8), original.view(torch.uint8)[0])
+
+
 def test_markov(size, draw):
     v, d = getattr(CASES["markov"], size).values()
     v = min(v, 1280)  # the released head a part at a time would take minutes here
@@ -462,5 +513,8 @@ def test_sizes_that_a_kernel_does_not_take_are_refused_by_name():
     for wrong in ((1, 96, 512), (1, 64, 192)):
         with pytest.raises(NotImplementedError, match="force sparse_attention=ascend"):
             sparse_attention.sparse_attention(torch.empty(wrong), *(None,) * 15)
+    odd = experts.Experts(*(torch.empty(1, 192, 96, dtype=torch.uint8),) * 4)
+    with pytest.raises(NotImplementedError, match="force moe_experts=ascend"):
+        experts.moe_experts(torch.empty(1, 192), torch.empty(1, 1), torch.zeros(1, 1, dtype=torch.int64), odd, 10.0)
     with pytest.raises(NotImplementedError, match="force markov=ascend"):
         markov.markov(torch.empty(1), torch.empty(70, 32), torch.empty(70, 32))

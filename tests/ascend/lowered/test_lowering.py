@@ -15,7 +15,8 @@ from deepinfer_plugin.kernels.ascend.soc import DEFAULT
 from ..emitted import LoweringError, source
 from ..tile_cases import CASES
 
-CUBE = ("index_scores", "sparse_attention")  # ops with kernels of a whole core, one cube and two vector units
+# Ops with kernels of a whole core, one cube and two vector units.
+CUBE = ("index_scores", "sparse_attention", "moe_experts")
 
 
 @pytest.mark.parametrize("size", ["released", "small"])
