@@ -47,8 +47,10 @@ def test_the_released_model(deepinfer, compiled):
     }
     assert {(d["EXPERTS"], d["TOPK"]) for d in defines(compiled, "experts.cu")} == {(384, 6), (128, 3)}
     names = {name.rpartition(".")[2] for name in compiled.triton}
-    others = {"_cast", "_sparse_attention"}  # for the other profile and Blackwell; for other heads and Blackwell
-    assert names == launched() - others - BETWEEN_RANKS and defines(compiled, "attention.cu")
+    # For the other profile and Blackwell; for other heads and Blackwell; for other streams and the check at start.
+    others = {"_cast", "_sparse_attention", "_mix_parts", "_mix_finish"}
+    assert names == launched() - others - BETWEEN_RANKS
+    assert defines(compiled, "attention.cu") and defines(compiled, "site.cu")
 
 
 def test_what_a_call_asks_for_is_what_was_built(deepinfer, compiled):
