@@ -1,6 +1,6 @@
 """``deepinfer build [DIR]``: compile the CUDA kernels of a model ahead of their first use.
 
-Needs neither a GPU nor a CUDA toolkit: every step that a server with these flags captures, one prefill and drafting run
+Needs neither a GPU nor a CUDA toolkit: every step that a server with these flags captures, prefills and drafting run
 without memory and without launches, so that whatever they would launch is compiled. Without DIR the released model is
 built; only a checkpoint's config is read. Kernels that are compiled already are only counted.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..model.config import V41Config
     from ..model.network import Network
 
-PREFILL = 8192  # rows of a prefill step, SGLang's default on a large GPU
+PREFILL = 8192  # rows of the largest prefill step, SGLang's default on a large GPU
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -196,16 +196,20 @@ def _steps(network: Network, args: argparse.Namespace) -> None:
         if network.dspark is not None:
             requests = graphs.row_counts(args.max_running_requests)
             graphs.DraftGraphs(Compiling(), network.dspark, pages, state, requests)  # type: ignore[arg-type]
-        rows = torch.empty(5, PREFILL, dtype=torch.int64, device="meta")
-        graphs.EagerStep(network, pages, state)(
-            Rows(
-                token_ids=rows[0],
-                positions=rows[1],
-                requests=rows[2],
-                cu_rows=rows[3, :2],
-                slots=rows[3, :1],
-                page_table=torch.empty(1, widths[0], dtype=torch.int64, device="meta"),
-                window_floor=rows[4],
-                writes_pages=torch.empty(PREFILL, dtype=torch.bool, device="meta"),
+        eager = graphs.EagerStep(network, pages, state)
+        for count in graphs.row_counts(PREFILL):
+            if count <= counts[-1]:
+                continue
+            rows = torch.empty(5, count, dtype=torch.int64, device="meta")
+            eager(
+                Rows(
+                    token_ids=rows[0],
+                    positions=rows[1],
+                    requests=rows[2],
+                    cu_rows=rows[3, :2],
+                    slots=rows[3, :1],
+                    page_table=torch.empty(1, widths[0], dtype=torch.int64, device="meta"),
+                    window_floor=rows[4],
+                    writes_pages=torch.empty(count, dtype=torch.bool, device="meta"),
+                )
             )
-        )
