@@ -22,7 +22,7 @@ from torch import Tensor
 from deepinfer_plugin.eplb.policy import place
 from deepinfer_plugin.kernels import Ops, select
 from deepinfer_plugin.kernels.reference import formats
-from deepinfer_plugin.model.expert_map import ExpertMap, rounds
+from deepinfer_plugin.model.expert_map import ExpertMap, split_rounds
 
 ROWS = (1, 16, 64, 128, 256, 512, 8192)
 CHECKED = 64  # rows compared with the reference
@@ -202,7 +202,7 @@ def assign_slots(rows: int) -> Iterator[Call]:
             "shared": places.shared[0].cuda(),
             "slots": places.replicas[0].cuda(),
             "per_rank": places.slots,
-            "rounds": rounds(select("cuda")),
+            "rounds": split_rounds(select("cuda")),
         }
         yield Call(f"{experts}+{spare}, {ranks} ranks", args)
 

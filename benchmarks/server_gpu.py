@@ -42,7 +42,7 @@ ENGRAM_VOCAB = 250_000  # of 16 million: tables of 3.2 GB, not 198
 MODES = {  # rounding profile, flags
     "off": ("model", "--deepinfer-speculation", "off"),
     "scheduled": ("model",),
-    "fast": ("deepinfer",),  # scheduled, with the fast class of the experts
+    "fast": ("deepinfer",),  # scheduled, with the fast class of products and experts
 }
 
 

@@ -25,7 +25,7 @@ from .contracts.streams import StreamOps
 __all__ = ["OP_NAMES", "PREPARED_FOR", "SEQUENCES", "OpError", "Ops", "Prepared"]
 
 # Layouts are made for the ops that read them: an op's provider also prepares its weights.
-PREPARED_FOR: dict[str, tuple[str, ...]] = {
+PREPARED_FOR: Mapping[str, tuple[str, ...]] = {
     "prepare_linear": ("linear",),
     "prepare_dense": ("dense", "moe_gate", "markov"),
     "prepare_grouped": ("grouped_linear",),
@@ -70,5 +70,5 @@ OP_NAMES: tuple[str, ...] = tuple(
     name
     for area in Ops.__bases__
     for name in vars(area)
-    if not name.startswith("_") and name not in PREPARED_FOR | SEQUENCES and issubclass(area, OpTable)
+    if not name.startswith("_") and name not in {*PREPARED_FOR, *SEQUENCES} and issubclass(area, OpTable)
 )

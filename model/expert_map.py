@@ -77,7 +77,7 @@ class ExpertMap:
         counts = None if self.counts is None else self.counts[layer]
         home, shared = self.home[layer], self.shared[layer]
         if shared.shape[0]:
-            slots, found = ops.assign_slots(ids, home[:-1], shared, self.replicas[layer], self.slots, rounds(ops))
+            slots, found = ops.assign_slots(ids, home[:-1], shared, self.replicas[layer], self.slots, split_rounds(ops))
             if counts is not None:
                 counts.copy_(found)
             return slots
@@ -87,7 +87,7 @@ class ExpertMap:
         return home[ids]
 
 
-def rounds(ops: Ops) -> int:
+def split_rounds(ops: Ops) -> int:
     """Of ``Ops.assign_slots``: none where they are plain operations, which would take longer than they save."""
     return 0 if ops.choices["assign_slots"] == "ascend" else 8
 
@@ -95,4 +95,4 @@ def rounds(ops: Ops) -> int:
 def _copy(into: Tensor, values: NDArray[np.generic]) -> None:
     """Without waiting for the device, which a copy from memory that is not pinned does."""
     host = torch.from_numpy(values)
-    into.copy_(host.pin_memory() if torch.accelerator.is_available() else host, non_blocking=True)
+    into.copy_(host if into.device.type in ("cpu", "meta") else host.pin_memory(), non_blocking=True)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer_plugin.model.expert_map import rounds
+from deepinfer_plugin.model.expert_map import split_rounds
 from deepinfer_plugin.model.layout import Layout
 from deepinfer_plugin.model.moe import Experts
 from deepinfer_plugin.model.network import Network
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 EARLY = 4  # the first decision comes after this part of an interval
 CARRY = 16  # forwards between two questions whether rank 0 has decided
 CHUNK_BYTES = 4 << 20  # at 5 GB/s, a slow link, 0.8 ms: 2 % of a step of 36 ms
-LINK = 5e9  # bytes a second, until a migration has shown what it is
+LINK = 5e9  # bytes a second that a migration is taken to move at most: a GPU is done later than the call that asked
 STEP_S = 0.042  # likewise
 
 
@@ -103,7 +103,7 @@ class BalancedSet:
 
     def __init__(self, name: str, layers: list[Experts], ranks: Ranks, terms: Terms, solver: Callable[[], Solver]):
         self.name, self.places, self.group, self.interval = name, layers[0].map, ranks.world, terms.interval
-        self.rounds = rounds(layers[0].ops)
+        self.even_split = not split_rounds(layers[0].ops)
         self.window = Window(self.places, min(WINDOW, terms.interval))
         self.mover = Mover(layers, self.places, ranks.world, terms.chunk_bytes)
         self.solver = solver() if ranks.world.rank == 0 else None
@@ -124,9 +124,10 @@ class BalancedSet:
 
     def move(self) -> None:
         begin = time.perf_counter()
-        self.metrics.moved_bytes += self.mover.step()
+        moved = self.mover.step()
+        self.metrics.moved_bytes += moved
         seconds = time.perf_counter() - begin
-        self.call_s.append(seconds)
+        self.call_s.append(max(seconds, moved / LINK))
         self.metrics.stalled(seconds)
         if self.mover.busy:
             return
@@ -168,7 +169,7 @@ class BalancedSet:
             "step_s": float(np.median(self.step_s)) if self.step_s else STEP_S,
             "call_s": float(np.mean(self.call_s)) if self.call_s else min(mover.chunk_bytes, mover.expert_bytes) / LINK,
             "calls_per_round": mover.calls_per_round,
-            "even_split": not self.rounds,
+            "even_split": self.even_split,
         }
         return lambda: Request(counts=counts(), **known)
 

@@ -1,4 +1,4 @@
-"""Whether to rebalance, and how: what rank 0 works out from a window of steps. Pure numpy and torch; see ``policy.py``.
+"""Whether to rebalance, and how: what rank 0 works out from a window of steps. Pure numpy; see ``policy.py``.
 
 Where experts lie is decided here. How the replicas of one share its rows is decided every step by ``Ops.assign_slots``;
 what that makes of a placement ``forecast_cost`` foresees.

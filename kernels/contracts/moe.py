@@ -76,6 +76,8 @@ class MoeOps(OpTable):
             fail(op, "shared", "no rows", "of one row at least")
         if not 0 < slots.shape[1] <= 128:
             fail(op, "slots", f"{slots.shape[1]} ranks", "of 1..128 ranks")
+        if per_rank < 1 or rounds < 0:
+            fail(op, "per_rank, rounds", (per_rank, rounds), "at least 1 and 0")
         return self._run[op](ids, home, shared, slots, per_rank, rounds)
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:

@@ -24,7 +24,8 @@ class StreamOps(OpTable):
         """Rotate the last 2n channels of x in interleaved pairs (2i, 2i+1); the other channels stay as they are.
 
         Args:
-            x: [T, ..., D], given up: the result may lie in its memory, so that what is not rotated need not move.
+            x: [T, ..., D], given up and not to be read again: the result may lie in its memory, so that what is not
+                rotated need not move. Not an expanded view.
             positions: int64 [T]; a position is exact up to 2^24.
             inv_freq: float32 [n], 2n <= D.
             inverse: rotate back.

@@ -237,7 +237,7 @@ __device__ __forceinline__ void start(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     wait_for_previous();
-    launch_dependents();
+    launch_dependents();  // after the wait, also in route and gather: combine reads ids before its own
     if (threadIdx.x < 32) {  // a scan by one warp
         int sum = 0;
         for (int base = 0; base < EXPERTS; base += 32) {

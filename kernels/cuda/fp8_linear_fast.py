@@ -35,12 +35,13 @@ def pack(weight: Tensor, scale: Tensor, groups: int) -> Weight:
     for group in range(groups):  # one at a time, for the memory of the copies
         scales = torch.zeros(blocks * ROWS // 32, tiles * CHANNELS // 32, device=weight.device)
         scales[:per_group, : k // 32] = factors[group * per_group : (group + 1) * per_group]
-        common = scales.unflatten(1, (tiles, 4)).amax(-1)  # NaN if one is
-        ratio = (scales / common.repeat_interleave(4, 1)).nan_to_num(0)
         values = torch.zeros(blocks * ROWS, tiles * CHANNELS, device=weight.device)
         values[:outputs, :k] = weight[group * outputs : (group + 1) * outputs].float()
-        values = values.view(-1, 32, scales.shape[1], 32) * ratio[:, None, :, None]
-        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+        values = values.view(-1, 32, scales.shape[1], 32)
+        scales.masked_fill_((values == 0).all(3).all(1) & ~scales.isnan(), 0)  # a block of zeros may have any scale
+        common = scales.unflatten(1, (tiles, 4)).amax(-1)  # NaN if one is
+        ratio = (scales / common.repeat_interleave(4, 1)).nan_to_num(0)
+        codes = (values * ratio[:, None, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
         # outputs: block, sixteen, q, two, one; channels: tile, piece of 16, one
         fields = codes.view(blocks, 8, 4, 2, 2, tiles, 8, 16).permute(0, 5, 1, 3, 2, 4, 6, 7)
         fields = fields.reshape(blocks, tiles, 16, 8, 8, 16).take_along_dim(swizzle, 4)

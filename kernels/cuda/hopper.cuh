@@ -76,7 +76,8 @@ template <int COUNT> struct Ring {  // a stage of a ring, with the parity of its
 
 // ---- programmatic dependent launch (a kernel that is launched with ``overlap``) -------------------------------------
 
-// Everything the kernels before have written is there. Before the first read or write of memory that they touch.
+// Everything the kernels before have written is there. Before the first read or write of memory that they touch. What
+// they write must not be const __restrict__ here: the compiler may then read it earlier (a test looks for that).
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next kernel may begin what it does before it waits.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

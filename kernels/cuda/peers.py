@@ -140,7 +140,12 @@ class PeerMemory:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a captured forward sends {half} bytes a rank; those captured before had {self.half}")
         self.half = -(-half // ALIGNED) * ALIGNED
-        self.own = _symmetric_memory.empty(2 * self.half, dtype=torch.uint8, device=self.device)
+        try:
+            self.own = _symmetric_memory.empty(2 * self.half, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # the driver's; it cannot use what PyTorch keeps, nor is it PyTorch's own kind
+            if "out of memory" not in str(error):
+                raise
+            raise torch.OutOfMemoryError(f"{2 * self.half} bytes for what ranks send each other: {error}") from None
         self.handle = _symmetric_memory.rendezvous(self.own, self.group)
         self.memories = torch.tensor(self.handle.buffer_ptrs, dtype=torch.int64, device=self.device)
         self.kept.append((self.own, self.handle, self.memories))

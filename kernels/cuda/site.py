@@ -43,13 +43,16 @@ def hc_site(
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=streams.device)  # noqa: E731
     late = [pre if each is None else jit.aligned(each.contiguous()) for each in (out, post, comb)]
     given = [jit.aligned(each.contiguous()) for each in (streams, pre, fn, base, scale, weight)]
+    given_fn = fn
     streams, pre, fn, base, scale, weight = given
     expanded = streams if out is None else torch.empty_like(streams)
     x, pieces = new(rows, h, dtype=torch.bfloat16), h // CHANNELS
     mixes = new(rows, m), new(rows, m), new(rows, m, m)
     parts = new(rows, pieces, PART)
     grid = pieces, -(-rows // ROWS)
-    enter.launch(grid, 128, 0, late[0], streams, pre, *late[1:], fn, expanded, x, parts, rows, overlap=True)
+    # It reads fn before it waits: not if that is a copy made just now.
+    early = fn is given_fn
+    enter.launch(grid, 128, 0, late[0], streams, pre, *late[1:], fn, expanded, x, parts, rows, overlap=early)
     read = expanded, parts, base, scale, weight
     finish.launch((rows,), 256, 0, *read, x, *mixes, float(norm_eps), float(hc_eps), iters, overlap=True)
     return x, expanded, *mixes

@@ -95,8 +95,8 @@ template <int WORDS, int LISTED> struct List {
 };
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1) assign_slots(
-    const i64* __restrict__ ids, const i64* __restrict__ home, const int* __restrict__ shared,
-    const int* __restrict__ slots, i64* out, i64* __restrict__ counts, i64 pairs, i64 per_rank, i64 rounds) {
+    const i64* ids, const i64* home, const int* shared, const int* slots, i64* out, i64* counts, i64 pairs,
+    i64 per_rank, i64 rounds) {
     extern __shared__ u32 seen[];  // [WARPS][EXPERTS] pairs of each expert in a warp, then before it
     __shared__ u32 own[EXPERTS], earlier[EXPERTS];  // pairs of each expert in this block, in the blocks before
     __shared__ int total[EXPERTS], place[EXPERTS];
@@ -130,7 +130,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             const int i = start + 32 * j + lane;
-            id[j] = i < number ? (int)ids[first + i] : -1;
+            const i64 expert = i < number ? ids[first + i] : -1;
+            id[j] = (u64)expert < EXPERTS ? (int)expert : -1;
         }
     };
     load_ids(0);
@@ -206,7 +207,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             rows[i] = e >= 0 ? total[e] : 0;
         }
         const int mean = log2_of((float)(((i64)live << POINT) / RANKS));
-        const int step = min((int)((i64)STEP * live / max(movable, 1)), FASTEST);
+        const int step = (int)min((i64)STEP * live / max(movable, 1), (i64)FASTEST);
         const i64 base = ranked ? (i64)fixed[r] << POINT : 0;
         int weight = EVEN, own_power = exp2_of(EVEN), best = EVEN, velocity = 0, lowest = 0x7F800000;
         for (int turn = 0; turn < rounds; turn++) {

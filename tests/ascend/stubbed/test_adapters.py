@@ -222,6 +222,11 @@ CASES |= {
         (t(r, H), o.prepare_dense(t(128, H)), t(128, dtype=F32), None, None, 3, 1.5),
         [((r, 3), F32), ((r, 3), I64)],
     ),
+    "assign_slots": lambda o, r: (
+        "assign_slots",
+        (t(r, TOPK, dtype=I64), t(EXPERTS, dtype=I64), t(16, dtype=I32), t(16, 8, dtype=I32), (EXPERTS + 16) // 8, 0),
+        [((r, TOPK), I64), ((EXPERTS,), I64)],
+    ),
     "swiglu": lambda o, r: ("swiglu", (t(r, INNER), t(r, INNER), 10.0, t(r, dtype=F32)), [((r, INNER), BF16)]),
     "moe_experts": lambda o, r: (
         "moe_experts",

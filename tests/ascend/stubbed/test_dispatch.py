@@ -3,11 +3,14 @@ no rows; no plain operation that torch_npu would hand to the CPU; no result with
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from deepinfer_plugin.kernels.ascend import dispatch
+from deepinfer_plugin.kernels.reference import split
 from deepinfer_plugin.model.dispatched import TAIL, Dispatched
 from deepinfer_plugin.model.expert_map import ExpertMap
 from deepinfer_plugin.model.parallel import Alone, Ranks
@@ -32,11 +35,13 @@ class Every:
 
     def __init__(self, device: str):
         self.map = ExpertMap(np.arange(EXPERTS + SIZE)[None] % EXPERTS, EXPERTS, SIZE)
-        self.map.replicas, self.map.shares = self.map.replicas.to(device), self.map.shares.to(device)
+        for table in ("home", "shared", "replicas"):
+            setattr(self.map, table, getattr(self.map, table).to(device))
         self.slots = self.map.slots
+        self.ops = SimpleNamespace(choices={"assign_slots": "ascend"}, assign_slots=split.assign_slots)
 
     def assign(self, ids):
-        return self.map.assign(0, ids)
+        return self.map.assign(self.ops, 0, ids)
 
     def __call__(self, x, weights, ids):
         assert x.shape[0] == weights.shape[0] == ids.shape[0] and weights.dtype == F32 and ids.dtype == I64
