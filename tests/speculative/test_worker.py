@@ -345,7 +345,7 @@ def test_accept_lengths_are_counted_right(model):
             dspark = model.network.dspark.dspark
 
             @staticmethod
-            def draft(anchors, positions, slots, state, pages, choose):
+            def draft(anchors, positions, slots, state, pages, choose, exchange):
                 truth = token(positions[:, None] + torch.arange(1, BLOCK + 1))
                 wrong = torch.rand(truth.shape, generator=generator) >= survival
                 return Draft((truth + wrong.long()) % vocabulary, torch.empty(0), None)
