@@ -46,20 +46,27 @@ def prompts(checkpoint: Path, count: int) -> list[list[int]]:
     return [ids for pair in zip(code, chat_prompts(text.chats, count // 2, LONGEST), strict=True) for ids in pair]
 
 
-def answer(url: str, ids: list[int]) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": NEW}
+def answer(url: str, ids: list[int], tokens: int = NEW, **sampling: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": tokens, **sampling}
     response = requests.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": params}, timeout=600)
     response.raise_for_status()
     return response.json()
 
 
-def run(url: str, asked: list[list[int]], load: int) -> tuple[float, list[dict[str, Any]]]:
-    """Tokens per second with ``load`` requests at a time, and the answers."""
+def timed(
+    url: str, asked: list[list[int]], load: int, tokens: int = NEW, **sampling: Any
+) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds until all are answered, ``load`` at a time, from an empty cache, and the answers."""
     requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
     started = time.perf_counter()
     with ThreadPoolExecutor(load) as pool:
-        answers = list(pool.map(lambda ids: answer(url, ids), asked))
-    seconds = time.perf_counter() - started
+        answers = list(pool.map(lambda ids: answer(url, ids, tokens, **sampling), asked))
+    return time.perf_counter() - started, answers
+
+
+def run(url: str, asked: list[list[int]], load: int) -> tuple[float, list[dict[str, Any]]]:
+    """Tokens per second with ``load`` requests at a time, and the answers."""
+    seconds, answers = timed(url, asked, load)
     return sum(len(each["output_ids"]) for each in answers) / seconds, answers
 
 

@@ -19,13 +19,12 @@ import json
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 from cuda_timing import machine
+from dspark_cpu import answer, timed, tokens_a_round
 from lossless import speculation
 from tokenizers import Tokenizer
 
@@ -80,22 +79,6 @@ def six_layers(experts: int) -> tuple[dict[str, Any], Tokenizer]:
     return raw, tokenizer
 
 
-def answer(url: str, ids: list[int], tokens: int) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    response = requests.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": params}, timeout=300)
-    response.raise_for_status()
-    return response.json()
-
-
-def run(url: str, prompts: list[list[int]], tokens: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds until all prompts, sent at once to an empty cache, have their answers, and the answers."""
-    requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-    started = time.perf_counter()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda ids: answer(url, ids, tokens), prompts))
-    return time.perf_counter() - started, answers
-
-
 def rounds(answers: list[dict[str, Any]]) -> int:
     """Steps of the request that took most."""
     return max(
@@ -104,9 +87,9 @@ def rounds(answers: list[dict[str, Any]]) -> int:
 
 
 def measure(url: str, prompts: list[list[int]], output: int) -> dict[str, Any]:
-    run(url, prompts, SKIPPED)
-    short, first = run(url, prompts, SKIPPED)
-    long, answers = run(url, prompts, output)
+    timed(url, prompts, len(prompts), SKIPPED, ignore_eos=True)
+    short, first = timed(url, prompts, len(prompts), SKIPPED, ignore_eos=True)
+    long, answers = timed(url, prompts, len(prompts), output, ignore_eos=True)
     seconds = long - short
     drafts = speculation(answers)
     return {
@@ -114,7 +97,7 @@ def measure(url: str, prompts: list[list[int]], output: int) -> dict[str, Any]:
         "step_ms": 1e3 * seconds / (rounds(answers) - rounds(first)),
         "with_prefill_tokens_per_s": len(prompts) * output / long,
         "rows_a_request": 1 + drafts["verified"] / max(1, drafts["verifications"]),
-        "tokens_a_round": len(prompts) * (output - 1) / max(1, drafts["verifications"] or len(prompts) * (output - 1)),
+        "tokens_a_round": tokens_a_round(answers),
     }
 
 
@@ -156,7 +139,7 @@ def main() -> int:
             profile, *more = MODES[mode]
             own = (*flags, *more, "--deepinfer-profile", profile)
             with LocalServer(args.path, *own, log=Path(scratch) / "server.log", timeout_s=300) as server:
-                told[mode] = [answer(server.url, ids, COMPARED)["output_ids"] for ids in short]
+                told[mode] = [answer(server.url, ids, COMPARED, ignore_eos=True)["output_ids"] for ids in short]
                 figures["modes"][mode] = {"ready_s": server.ready_s, **measure(server.url, prompts, args.output)}
             found = figures["modes"][mode]
             print(f"{mode:10}" + "".join(f" {name} {value:.2f}" for name, value in found.items()), flush=True)

@@ -358,6 +358,32 @@ struct Finished {
     }
 };
 
+// A class says where results go, and what becomes of a piece of either product with N columns.
+struct Result;
+template <bool GATED, int N> __device__ void consume(
+    const Item& work, Slot& slot, const Pipeline& pipeline, const Result& to, int odd);
+
+// What the computing warps do.
+__device__ __forceinline__ void compute(const Pipeline& pipeline, const Finished& finished, const Result& to) {
+    Slot slot;
+    Turn turn;
+    int odd = 0;
+    for (;; turn.next()) {
+        pipeline.wait(slot);
+        const Item& work = pipeline.items[turn.index];
+        if (!work.count) break;
+        const int columns = work.columns();
+#define CONSUME(N)                                                                                                  \
+        if (columns == N) {                                                                                         \
+            if (work.gated) consume<true, N>(work, slot, pipeline, to, odd);                                        \
+            else consume<false, N>(work, slot, pipeline, to, odd);                                                  \
+        } else
+        FOR_EACH_WGMMA(CONSUME) {}
+        odd ^= work.gated;
+    }
+    finished.meet(odd, -1);
+}
+
 // ---- weights -----------------------------------------------------------------------------------------------------
 
 struct Weights {  // of a lane and a stage: its two rows

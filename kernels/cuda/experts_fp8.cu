@@ -300,22 +300,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) products(
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COMPUTING));
         const Result to{{down_factors, gate_up_factors}, order, sorted, limit, h, h_scales, out, maxima, finished};
-        Slot slot;
-        Turn turn;
-        int odd = 0;
-        for (;; turn.next()) {
-            pipeline.wait(slot);
-            const Item& work = items[turn.index];
-            if (!work.count) break;
-            const int columns = work.columns();
-#define CONSUME(N)                                                                                                  \
-            if (columns == N) {                                                                                     \
-                if (work.gated) consume<true, N>(work, slot, pipeline, to, odd);                                   \
-                else consume<false, N>(work, slot, pipeline, to, odd);                                             \
-            } else
-            FOR_EACH_WGMMA(CONSUME) {}
-            odd ^= work.gated;
-        }
-        finished.meet(odd, -1);
+        compute(pipeline, finished, to);
     }
 }

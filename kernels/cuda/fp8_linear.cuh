@@ -41,14 +41,7 @@ constexpr int UNIT = 128 / CHANNELS;     // stages that no split divides, whatev
 
 // ---- clusters -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return (int)rank;
-}
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_barrier() { cluster_arrive(); cluster_wait(); }
 // At the barrier of the block ``rank`` of the cluster that lies where ``barrier`` does here.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, int rank) {
     asm volatile("{.reg .b32 remote;\n"

@@ -74,6 +74,16 @@ template <int COUNT> struct Ring {  // a stage of a ring, with the parity of its
     }
 };
 
+// ---- clusters ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // ---- programmatic dependent launch (a kernel that is launched with ``overlap``) -------------------------------------
 
 // Everything the kernels before have written is there. Before the first read or write of memory that they touch. What

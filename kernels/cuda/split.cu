@@ -19,15 +19,8 @@ constexpr int WORKERS = FOUR * (SHARED > RANKS ? SHARED : RANKS);
 constexpr int BUSY = WORKERS >= THREADS ? THREADS : (WORKERS + 31) / 32 * 32;  // threads that take part in rounds
 
 __device__ __forceinline__ void busy_barrier() { asm volatile("bar.sync 1, %0;" :: "n"(BUSY) : "memory"); }
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 // Says nothing about what was written.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ u32 load_from_block(const u32* here, u32 block) {
     u32 value;
     asm volatile("{.reg .b32 there;\n"
